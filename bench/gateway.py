@@ -10,13 +10,14 @@ and `kvweave gateway` in front of both.
                                  them themselves: routing by content against round robin, chunks as
                                  they were found and free to move, each on servers that begin empty
 
-The stream of the hits are questions of MMLU with the passages that BM25 finds for them (--data), or
-lists drawn by Zipf's law; passages are cut to --passage-words words, so that a tiny context holds
-them. Its order is that of a seed, not the file's. A replica's tree holds --pool-tokens / 2.
+The stream of the hits: --lists lists of passages, those that BM25 finds for questions of MMLU
+(--data, minutes) or invented ones, asked for again and again by Zipf's law (--skew), each time with
+another question behind them: what is popular comes back. Passages are cut to --passage-words words,
+so that a tiny context holds them. A replica's tree holds --pool-tokens / 2.
 
 Exits 1 if the gateway adds 5 ms or more at p99 with one client, or finds no more than round robin.
 
-    python bench/gateway.py --data ../shared/data --out bench/results/gateway-cpu.json
+    python bench/gateway.py --out bench/results/gateway-cpu.json
 """
 
 import argparse
@@ -28,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +81,13 @@ def fleet(args: argparse.Namespace, model: str, routing: str) -> Iterator[tuple[
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         pool = {"KVWEAVE_ENGINE_POOL_TOKENS": str(args.pool_tokens), "OMP_NUM_THREADS": "1"}
-        upstreams = [
-            stack.enter_context(
-                started(
-                    folder / each, "serve", "--model", model, "--kb-root", folder / each, **pool
-                )
-            )
-            for each in "ab"
-        ]
+
+        def start(each: str) -> AbstractContextManager[str]:
+            where = folder / each
+            return started(where, "serve", "--model", model, "--kb-root", where, **pool)
+
+        with ThreadPoolExecutor(2) as threads:
+            upstreams = list(threads.map(stack.enter_context, map(start, "ab")))
         named = [part for url in upstreams for part in ("--upstream", url)]
         front = stack.enter_context(
             started(
@@ -158,16 +158,22 @@ _PERCENT = ((0, 50), (1, 99))
 def prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Bodies of chats over documents."""
     if args.data is None:
-        lists, corpus = zipf_lists(args.questions * 2, args.k, 2_000)
+        lists, corpus = zipf_lists(args.lists * 2, args.k, 2_000)
         words = ["node", "pod", "drain", "cordon", "evict", "cluster", "volume", "secret"]
         texts = [
-            " ".join(words[(place * 31 + at * at) % len(words)] + str(place) for at in range(12))
+            " ".join(
+                words[(place * 31 + at * at) % len(words)] + str(place)
+                for at in range(args.passage_words)
+            )
             for place in range(corpus)
         ]
     else:
         lists, _ = word_lists(args.data, "mmlu", args.k)
         texts = [p["text"] for p in read_jsonl(args.data / CORPUS)]
-    order = np.random.default_rng(0).permutation(len(lists))[: args.questions]
+    draw = np.random.default_rng(0)
+    popular = draw.permutation(len(lists))[: args.lists]
+    weights = 1.0 / np.arange(1, len(popular) + 1) ** args.skew
+    order = draw.choice(popular, args.questions, p=weights / weights.sum())
     return [
         {
             "messages": [{"role": "user", "content": f"What about {number}?"}],
@@ -209,11 +215,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the data sets; else invented lists")
     parser.add_argument("--model", help="of the upstreams; else a tiny random one")
     parser.add_argument("--requests", type=int, default=1000, help="for the latency")
-    parser.add_argument("--questions", type=int, default=800, help="for the hits")
+    parser.add_argument("--questions", type=int, default=1000, help="for the hits")
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--lists", type=int, default=300, help="that questions are asked about")
+    parser.add_argument("--skew", type=float, default=0.8, help="Zipf's exponent")
     parser.add_argument("--k", type=int, default=3)
     parser.add_argument("--passage-words", type=int, default=30)
-    parser.add_argument("--pool-tokens", type=int, default=24_000)
+    parser.add_argument("--pool-tokens", type=int, default=96_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     console = Console()
@@ -238,6 +246,8 @@ def main() -> None:
         "config": {
             "model": args.model or "tiny random",
             "questions": args.questions,
+            "lists": args.lists,
+            "skew": args.skew,
             "k": args.k,
             "passage_words": args.passage_words,
             "pool_tokens": args.pool_tokens,

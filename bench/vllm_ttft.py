@@ -10,9 +10,13 @@ and order of chunks, as retrieval has.
     fused_15   15 % of the chunk rows recomputed
     fused_100  every row recomputed: exact, by kvweave's pass
     repeat     the very prompt again, by vLLM's prefix cache: the bound
+    lmcache    LMCache's connector in another vLLM (--lmcache), chunks of --chunk-tokens, after
+               each prompt's chunks came once in another order; blending, if that starts
 
-Milliseconds from the request to its first token over HTTP, medians. `kl_15` is the mean divergence
-of the first token's distribution at 15 % from cold, over its most likely tokens, in nats.
+Milliseconds from the request to its first token over HTTP, medians. LMCache is in none of our
+environments: --lmcache names the Python of one that has it beside vLLM. Where it does not start or
+answer, `lmcache_…_why` is its first error. `kl_15` is the mean divergence of the first token's
+distribution at 15 % from cold, over its most likely tokens, in nats.
 
     python bench/vllm_ttft.py --out bench/results/vllm_ttft-cpu.json
 """
@@ -21,6 +25,7 @@ import argparse
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -29,6 +34,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -47,6 +53,13 @@ WAYS: dict[str, Mapping[str, Any] | None] = {
     # left to itself the connector hands a prompt that is computed as a whole to vLLM
     "fused_100": {"reuse": "weave", "ratio": 1.0, "missing": "encode"},
     "repeat": None,
+}
+LMCACHE = {"LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": "4"}
+LMCACHE_BLEND = {
+    "LMCACHE_ENABLE_BLENDING": "True",
+    "LMCACHE_USE_LAYERWISE": "True",
+    "LMCACHE_BLEND_RECOMPUTE_RATIOS": "0.15",
+    "LMCACHE_BLEND_CHECK_LAYERS": "1",
 }
 QUESTIONS = [
     "What happens when a byte of a stored file has changed?",
@@ -94,13 +107,13 @@ def divergence(exact: Mapping[int, float], other: Mapping[int, float]) -> float:
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sys.path.insert(0, str(REPO / "tests"))
-    from worlds.vllm_server import VllmServer, wish_of
+    from worlds.vllm_server import VllmServer, usable_cores, wish_of
 
     model = locate(args.model)
     prompts = make_prompts(Tokenizer(model), args)
     flags = ["--enforce-eager"] if args.eager else []
-    cores = len(os.sched_getaffinity(0))
-    server = VllmServer(folder, model, {"disk_folder": str(folder / "kv")}, *flags, cores=cores)
+    extra = {"disk_folder": str(folder / "kv")}
+    server = VllmServer(folder, model, extra, *flags, cores=usable_cores())
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     told: list[dict[str, Any]] = []
     apart: list[float] = []
@@ -146,21 +159,85 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_lmcache(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The same prompts through LMCache's connector, blending chunks; where that does not start, as
+    the prefix store that it is then."""
+    ways = {"blend": {**LMCACHE, **LMCACHE_BLEND}, "prefix": LMCACHE}
+    told: dict[str, Any] = {}
+    for way, settings in ways.items():
+        found, why = run_lmcache(args, folder / way, settings)
+        if found:
+            return {**told, "lmcache_way": way, **found}
+        told[f"lmcache_{way}_why"] = why
+    return told
+
+
+def run_lmcache(
+    args: argparse.Namespace, folder: Path, settings: Mapping[str, str]
+) -> tuple[dict[str, Any], str]:
+    """What was measured, or nothing and why."""
+    sys.path.insert(0, str(REPO / "tests"))
+    from worlds.vllm_server import StartFailed, VllmServer, usable_cores
+
+    model = locate(args.model)
+    tokenizer = Tokenizer(model)
+    os.environ |= {**settings, "LMCACHE_CHUNK_SIZE": str(args.chunk_tokens)}
+    flags = ["--enforce-eager"] if args.eager else []
+    how: dict[str, Any] = {"connector": "LMCacheConnectorV1", "python": args.lmcache}
+    try:
+        server = VllmServer(folder, model, {}, *flags, cores=usable_cores(), **how)
+    except StartFailed as failure:
+        return {}, first_error(str(failure))
+    finally:
+        for name in settings:
+            del os.environ[name]
+    taken, cached = [], []
+    try:
+        for prompt in make_prompts(tokenizer, args):
+            other = lay_out(tokenizer, "What else?", prompt.chunks[::-1])
+            server.ask(other.token_ids)
+            began_s = time.perf_counter()
+            reply = server.ask(prompt.token_ids, None, 1)
+            taken.append((time.perf_counter() - began_s) * 1e3)
+            cached.append(reply.cached)
+    except (AssertionError, httpx.TransportError):
+        return {}, first_error(server.log.read_text())
+    finally:
+        server.close()
+    measured = {
+        "lmcache_ms": round(statistics.median(taken[1:] or taken), 1),
+        "lmcache_cached_tokens": round(statistics.mean(cached)),
+    }
+    return measured, ""
+
+
+def first_error(log: str) -> str:
+    """The first line of a log that is an error: what comes behind it follows from it."""
+    found = re.search(r"^(?:.*\] )?((?:\w+\.)*\w+(?:Error|Exception)(?:: .+)?)$", log, re.M)
+    return found[1] if found else log.strip().splitlines()[-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="qwen2.5-coder-0.5b")
+    parser.add_argument("--model", default="smollm2", help="safetensors: vLLM reads no GGUF")
     parser.add_argument("--tokens", type=int, default=3000, help="of chunks in a prompt")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--pool", type=int, default=40, help="chunks to choose from")
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lmcache", type=Path, help="Python of an environment with vLLM, LMCache")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         measured = measure(args, Path(folder))
+        if args.lmcache is not None:
+            measured |= measure_lmcache(args, Path(folder) / "lmcache")
+            if "lmcache_ms" in measured:
+                speedup = measured["cold_ms"] / measured["lmcache_ms"]
+                measured["lmcache_speedup"] = round(speedup, 2)
     table = Table("what", "value")
     for name, value in measured.items():
         table.add_row(name, str(value))

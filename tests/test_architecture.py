@@ -23,10 +23,12 @@ DOORS = {"__init__", "__main__"}
 ROOMS: dict[str, set[str]] = {
     "text": set(),
     "demo": set(),
-    "kernels": {"kernels/gpu"},  # an operator imports its GPU kernel where a CUDA tensor arrives
+    # an operator imports its GPU kernel where a CUDA tensor arrives
+    "kernels": {"kernels/gpu", "kernels/native"},
     "kernels/gpu": {"kernels"},
+    "kernels/native": {"kernels"},
     "corpus": {"text"},
-    "model": {"kernels", "kernels/gpu", "model/files"},
+    "model": {"kernels", "kernels/gpu", "kernels/native", "model/files"},
     "model/files": set(),
     "kv": {"kv/format", "kv/tiers"},
     "kv/format": {"kernels", "kv"},
@@ -77,8 +79,9 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("text", "corpus", "model/files", "kv", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("calibrate", "ingest", "plan", "app", "app/answer", "app/audit", "app/auto"),
-        *("app/library", "app/libraries", "serve", "gateway", "demo"),
+        *("app/library", "app/libraries", "serve", "gateway", "demo", "clients"),
     },
+    "clients": set(),
 }
 CORE = ["kernels", "model", "kv", "fuse", "engine"]
 HEAVY = [

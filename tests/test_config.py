@@ -88,7 +88,7 @@ def sample(key: Key) -> tuple[Any, str, str]:
         str: ("x", '"x"', "x"),
         int: (3, "3", "3"),
         float: (0.25, "0.25", "0.25"),
-        bool: (False, "false", "false"),
+        bool: (True, "true", "true") if key.default is False else (False, "false", "false"),
         Path: (Path("/x/y"), '"/x/y"', "/x/y"),
         tuple: (("a", "b"), '["a", "b"]', "a, b"),
     }
@@ -124,6 +124,7 @@ def test_a_variable_that_is_empty_sets_nothing() -> None:
 
 def test_variables_that_are_no_keys_keep_their_meaning() -> None:
     env = {"KVWEAVE_HOME": "/x", "KVWEAVE_API_KEYS": "a,b", "KVWEAVE_CONFIG": os.devnull}
+    env["KVWEAVE_NATIVE"] = "0"
     assert load_config(env=env).config == WeaveConfig()
 
 
@@ -377,17 +378,21 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
-    from kvweave.app.question import SpeculationMode
+    from kvweave.app.question import NothingMode, SpeculationMode
+    from kvweave.corpus.search import RETRIEVALS
     from kvweave.gateway.config import Routing
     from kvweave.plan.ordering import OrderPermission
-    from kvweave.serve.observe.logs import Format
+    from kvweave.serve.observe.logs import Format, Level
 
     known = {name: key.kind.known for name, key in known_keys().items() if key.kind.known}
     assert known == {
         "library.background_kv": ("auto", "always", "never"),
+        "library.retrieval": RETRIEVALS,
+        "library.nothing_found": get_args(NothingMode),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),
+        "server.log_level": get_args(Level),
         "gateway.connector": ("auto", "on", "off"),
         "gateway.routing": get_args(Routing),
     }
@@ -418,6 +423,8 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "sampling.top_p": f"the model's, else {drawn.top_p:g}",
         "sampling.top_k": f"the model's, else {drawn.top_k}",
         "sampling.repetition_penalty": f"the model's, else {drawn.repetition_penalty:g}",
+        "sampling.presence_penalty": f"{drawn.presence_penalty:g}",
+        "sampling.frequency_penalty": f"{drawn.frequency_penalty:g}",
     }
     assert {name: known_keys()[name].unset for name in said} == said
 

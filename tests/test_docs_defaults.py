@@ -56,6 +56,18 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 
 QUOTED = [
+    *quoted("upgrading.md", ("Schema {} of the catalogue", "corpus.migrations:len(MIGRATIONS)")),
+    *quoted("clients.md", ("Both find {} chunks unless", "app.question:TOP_K")),
+    *quoted(
+        "corpus.md",
+        ("up to {} keys with a text", "corpus.metadata:MOST_KEYS"),
+        ("Up to {} vectors of matching", "corpus.search:SCANNED"),
+        ("as are wanted, {} at least", "corpus.search:LEAST_RERANKED"),
+        ("of its own host ({:,} at most)", "cli.web_pages:MOST_PAGES"),
+        ("its turn comes ({:g} s,", "cli.web_pages:TIMEOUT_S"),
+    ),
+    *quoted("server.md", ("The last {} of each tenant that are", "serve.uploads.job_board:KEPT")),
+    *quoted("cli.md", ("({} lines, readable by you alone)", "cli.chat:MOST_LINES")),
     *quoted(
         "config.md",
         (
@@ -271,6 +283,7 @@ QUOTED = [
         ("`remote_budget_s` ({:g} s)", "kv.config:StoreConfig().remote_budget_s"),
         ("`local_budget_s` ({:g} s)", "kv.config:StoreConfig().local_budget_s"),
         ("after `write_deadline_s` ({:g} s)", "kv.config:StoreConfig().write_deadline_s"),
+        ("after {:g} s nobody waits for it", "kv.removal:DELETE_S"),
         ("or `{}` (the default:", "kv.config:StoreConfig().policy"),
         ("a {} KiB header", "kv.format.header:ALIGN >> 10"),
         ("each on a {} KiB boundary", "kv.format.header:ALIGN >> 10"),
@@ -447,6 +460,7 @@ QUOTED = [
     *quoted(
         "cpu.md",
         ("for models of {} million weights", "model.load:round(SMALLEST_ROUNDED / 1e6)"),
+        ("A model of {} million weights and more", "model.load:round(SMALLEST_ROUNDED / 1e6)"),
         ("costs less than {} nats per token on", "model.load:AUTO_KL"),
         ("twice as much: {} is the aim", "model.decoder:SMALL_KL"),
         ("(up to {} MiB)", "kernels.freed_memory:KEPT_BYTES >> 20"),

@@ -4,7 +4,8 @@ A file under bench/results/ holds one question on one kind of device, with all r
 
     {"question": "How …?", "runs": [{"date": …, "args": […], "bench": …, "commit": …, …}, …]}
 
-`date` is when the run began. A person may add a `note`: what a run was for.
+A bench of several parts has fields of its own between the two, which sum them up. `date` is when
+the run began. A person may add a `note`: what a run was for.
 """
 
 import json
@@ -12,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,16 +34,22 @@ def finish(question: str, result: Mapping[str, Any], out: Path | None = None) ->
     print(json.dumps(result))
 
 
-def save_run(question: str, result: Mapping[str, Any], out: Path) -> None:
+def save_run(
+    question: str,
+    result: Mapping[str, Any],
+    out: Path,
+    summary: Callable[[list[dict[str, Any]]], Mapping[str, Any]] = lambda runs: {},
+) -> None:
     """Add a run to `out`, which is made if there is none.
 
-    Called again by the same process it replaces that run: a long bench saves as it goes.
+    Called again by the same process it replaces that run: a long bench saves as it goes. What
+    `summary` says of all runs stands in front of them.
     """
     asked = {"question": question.splitlines()[0], "runs": []}
     kept = read_results(out) if out.is_file() else asked
     runs = [run for run in kept["runs"] if run["date"] != STARTED]
     runs.append({"date": STARTED, "args": sys.argv[1:], **result})
-    write_results({**kept, "runs": runs}, out)
+    write_results({"question": kept["question"], **summary(runs), "runs": runs}, out)
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -54,7 +61,8 @@ def read_results(path: Path) -> dict[str, Any]:
 def write_results(results: Mapping[str, Any], out: Path) -> None:
     """Fields on a line each, elements of a long list too: readable, short in a diff."""
     runs = ",\n".join(_run_text(run) for run in results["runs"])
-    text = f'{{\n"question": {json.dumps(results["question"])},\n"runs": [\n{runs}\n]\n}}\n'
+    front = [f"{json.dumps(k)}: {json.dumps(v)},\n" for k, v in results.items() if k != "runs"]
+    text = f'{{\n{"".join(front)}"runs": [\n{runs}\n]\n}}\n'
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_suffix(".tmp")
     temporary.write_text(text)
@@ -62,13 +70,19 @@ def write_results(results: Mapping[str, Any], out: Path) -> None:
 
 
 def _run_text(run: Mapping[str, Any]) -> str:
-    fields = []
-    for name, value in run.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and len(text) > 200:
-            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
-        fields.append(f" {json.dumps(name)}: {text}")
+    fields = [f" {json.dumps(name)}: {_value_text(value, '  ')}" for name, value in run.items()]
     return "{\n" + ",\n".join(fields) + "\n}"
+
+
+def _value_text(value: Any, indent: str) -> str:
+    text = json.dumps(value)
+    if isinstance(value, list) and len(text) > 200:
+        lines = map(json.dumps, value)
+        return f"[\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}]"
+    if isinstance(value, dict) and "rows" in value and len(text) > 4000:  # a part of a bench
+        lines = (f"{json.dumps(k)}: {_value_text(v, indent + ' ')}" for k, v in value.items())
+        return f"{{\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}}}"
+    return text
 
 
 def result_header(bench: str, device: str) -> dict[str, Any]:

@@ -40,7 +40,11 @@ from kvweave.paths import config_folder
 
 FILE_NAME = "kvweave.toml"
 FILE_VARIABLE = "KVWEAVE_CONFIG"  # names another file
-OTHER_VARIABLES = {FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS"}  # ours, but no keys
+# ours, but no keys
+OTHER_VARIABLES = {
+    *(FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS", "KVWEAVE_NATIVE"),
+    *("KVWEAVE_URL", "KVWEAVE_API_KEY"),  # of a server that commands are for
+}
 MOST = 1e9  # more seconds than any wait has; infinity and NaN are above it or beside it
 
 
@@ -76,6 +80,7 @@ Temperature = Annotated[float, Range(0, 100)]
 TopP = Annotated[float, Range(math.ulp(0.0), 1, "above 0 and at most 1")]
 TopK = Annotated[int, Range(0, wants="0 (off) or more")]
 Penalty = Annotated[float, Range(0.01, 100)]
+AnswerPenalty = Annotated[float, Range(-2, 2)]
 Seed = Annotated[int, Range(0, 2**63 - 1, "between 0 and 2**63 - 1")]
 
 
@@ -125,6 +130,13 @@ class LibrarySettings(ConfigSection):
     parse_s: Seconds = 60.0  # for parsing one file
     parse_bytes: Bytes = 2 << 30  # of memory, for parsing one file
     k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
+    retrieval: Literal["vector", "words", "hybrid"] = "vector"  # how they are found
+    min_score: Annotated[float, Range(-MOST, MOST)] | None = unset("any")  # of a chunk that counts
+    reranker: str | None = unset("none")  # a cross-encoder that orders them: a folder or a hub id
+    rewrite: bool = False  # follow-ups are searched for as the model puts them
+    # where nothing is found: say so, or answer from nothing
+    nothing_found: Literal["say", "answer"] = "say"
+    nothing_text: str | None = unset("a sentence in English")  # what is said then
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +190,9 @@ class SamplingSettings(ConfigSection):
     top_p: TopP | None = unset("the model's, else 1")
     top_k: TopK | None = unset("the model's, else 0")  # draw among this many of the likeliest
     repetition_penalty: Penalty | None = unset("the model's, else 1")  # above 1: used words, rarer
+    # taken off the logit of a token that the answer has: once; for each time it has it
+    presence_penalty: AnswerPenalty | None = unset("0")
+    frequency_penalty: AnswerPenalty | None = unset("0")
     seed: Seed | None = unset("another each time")  # makes drawn answers repeatable
     stop_loops: bool | None = unset("true")  # end answers that only repeat themselves
 
@@ -207,7 +222,12 @@ class ServerSettings(ConfigSection):
     # names that a server without API keys goes by, besides addresses and names without a dot
     allowed_hosts: tuple[str, ...] | None = unset("its address alone")
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
+    aliases: tuple[str, ...] | None = unset("its own name alone")  # other names of the model
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
+    # from which level on lines are written
+    log_level: Literal["debug", "info", "warning", "error"] | None = unset(
+        "warning; info with a log_format"
+    )
     slow_s: Seconds | None = unset("none is")  # a request that takes longer is logged as slow
     running: Count = 64  # answers computed at once
     waiting: Count0 = 128  # answers that may queue behind them

@@ -7,6 +7,7 @@
     │   ├── ModelCorrupt       the bytes are truncated, altered or incomplete
     │   └── UnsupportedModel   an architecture or option we refuse by name
     ├── RequestError           this request cannot be answered as asked
+    │   └── PromptTooLong      the model's context, or the engine's room, does not hold it
     ├── EngineClosed           the engine stopped before the answer was finished
     ├── UpstreamError          no upstream of a gateway answered
     ├── UpstreamRefusal        an upstream refused this request
@@ -51,6 +52,10 @@ class UnsupportedModel(ModelError):
 
 class RequestError(KVWeaveError):
     """The request cannot be answered as asked; the caller can change it."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt has more tokens than the model's context or the engine's room for KV."""
 
 
 class EngineClosed(KVWeaveError):

@@ -26,6 +26,11 @@ def kb_root() -> Path:
     return user_data_path("kvweave", appauthor=False) / "kbs"
 
 
+def chat_history_file() -> Path:
+    """What was typed in `kvweave chat`. It may not exist yet."""
+    return kb_root().parent / "chat_history"
+
+
 def config_folder() -> Path:
     """The folder of the user's own `kvweave.toml`. It may not exist."""
     from platformdirs import user_config_path

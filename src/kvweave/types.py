@@ -1,6 +1,7 @@
 """The nouns that several folders share. Data only: no logic, no globals, no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, NewType
 
 DocumentId = NewType("DocumentId", str)  # hex; names a place (a file, a record in it), not content
@@ -33,6 +34,7 @@ class ParsedDocument:
     source: str  # a resolved path, or "text:…" for text handed over from Python
     title: str
     text: str
+    metadata: Mapping[str, str | int | float] = field(default_factory=dict)  # its owner's
 
 
 class Hit(NamedTuple):

@@ -76,7 +76,9 @@ def test_docs_lists_shows_searches_and_removes(world: Path) -> None:
     assert shown["chunks"][0]["text"].startswith("Note 1\n")
     assert "Note 1" in kvweave(world, "docs", "show", listed[1]["id"][:8]).stdout
     for mode in ("vector", "words", "hybrid"):
-        hits = as_json(world, "docs", "search", "drain node", "-k", "2", "--mode", mode)["hits"]
+        hits = as_json(world, "docs", "search", "drain node", "-k", "2", "--retrieval", mode)[
+            "hits"
+        ]
         assert len(hits) == 2
     assert "2 chunks in" in kvweave(world, "docs", "search", "drain node", "-k", "2").stdout
     assert as_json(world, "docs", "rm", listed[1]["id"])["removed"] == 1

@@ -56,6 +56,18 @@ def test_a_damaged_one_is_not(folder: Path) -> None:
     assert json.loads(result.output)["problems"] == ["1 chunks whose tokens were changed"]
 
 
+def test_the_order_of_chunks_is_set_and_left_to_the_configuration(folder: Path) -> None:
+    result = kvweave("set", "--kb", folder, "--order", "free")
+    assert result.output == f"{folder}: order free\n"
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.settings.order == "free"
+    kvweave("set", "--kb", folder, "--order", "configured")
+    with KnowledgeBase.open(folder) as kb:
+        assert kb.settings.order is None
+    refused = CliRunner().invoke(cli, ["kb", "set", "--kb", str(folder), "--order", "any"])
+    assert refused.exit_code == 2
+
+
 def test_what_is_restored_is_what_was_backed_up(
     folder: Path, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:

@@ -3,6 +3,8 @@
 import errno
 import fcntl
 import os
+import socket
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -368,6 +370,29 @@ def test_an_s3_that_is_down_or_has_no_bucket_is_a_tier_error(s3_endpoint: str) -
         tier = S3Tier(cfg)
         with pytest.raises(TierError, match="does not answer as it should"):
             tier.write(make_key(), [b"x"])
+        tier.close()
+
+
+def test_an_s3_that_hangs_up_is_a_tier_error() -> None:
+    """boto3 has no reply to show then, which was an AttributeError, and the end of the writer."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def hang_up() -> None:
+            for _ in range(4):
+                with listener.accept()[0] as connection:
+                    connection.recv(1 << 16)
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        tier = S3Tier(S3TierConfig("chunks", endpoint_url=endpoint, region="us-east-1"))
+        for call in (
+            lambda: tier.write(make_key(0), [b"x"]),
+            lambda: tier.size(make_key(0)),
+            lambda: tier.open(make_key(0)),
+            tier.check,
+        ):
+            with pytest.raises(TierError, match="does not answer as it should"):
+                call()
         tier.close()
 
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.index import FLAT_LIMIT, HNSW_LIMIT
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
-from kvweave.corpus.search import MODES
+from kvweave.corpus.search import RETRIEVALS
 from kvweave.corpus.settings import CHUNK_TOKENS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "corpus.md").read_text()
 
 
 def test_the_page_names_every_ending_and_mode() -> None:
-    missing = [name for name in (*ENDINGS, *MODES) if f"{name}`" not in PAGE]
+    missing = [name for name in (*ENDINGS, *RETRIEVALS) if f"{name}`" not in PAGE]
     assert missing == []
 
 

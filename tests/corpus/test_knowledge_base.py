@@ -12,6 +12,7 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.lexical import WORD
+from kvweave.corpus.search import SearchOptions
 from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
@@ -34,7 +35,7 @@ def kb(tmp_path: Path, tokenizer: Tokenizer) -> KnowledgeBase:
 
 @pytest.mark.parametrize("mode", ["vector", "words", "hybrid"])
 def test_a_question_finds_its_document(kb: KnowledgeBase, mode: str) -> None:
-    (best, *_) = kb.search("evict the pods of a node", 2, mode=mode)  # type: ignore[arg-type]
+    (best, *_) = kb.search("evict the pods of a node", 2, SearchOptions(mode))  # type: ignore[arg-type]
     assert best.chunk.title == "Drain"
 
 
@@ -46,19 +47,19 @@ def test_a_staged_search_ends_with_the_plain_answer(
     kb = open_kb(tmp_path / "kb", tokenizer, index=index)
     ingest(kb, [(f"Note {n}", make_text(50, n)) for n in range(20)])
     for query in ("drain node", "quota registry probe"):
-        *_, final = kb.search_staged(query, 5, 4, mode=mode)  # type: ignore[arg-type]
-        assert final == kb.search(query, 5, mode=mode)  # type: ignore[arg-type]
+        *_, final = kb.search_staged(query, 5, 4, SearchOptions(mode))  # type: ignore[arg-type]
+        assert final == kb.search(query, 5, SearchOptions(mode))  # type: ignore[arg-type]
         assert len(final) == 5
 
 
 def test_words_are_never_read_as_operators(kb: KnowledgeBase) -> None:
     for query in ('"', "AND OR NOT", "a* NEAR(b)", "-pods", "text:pods", "", "?!", "the of"):
         asked = set(WORD.findall(query.lower()))
-        for hit in kb.search(query, 3, mode="words"):
+        for hit in kb.search(query, 3, SearchOptions("words")):
             assert asked & set(WORD.findall(hit.chunk.text.lower())), query
-    plain = kb.search("pods", 3, mode="words")
+    plain = kb.search("pods", 3, SearchOptions("words"))
     assert plain
-    assert kb.search("-pods", 3, mode="words") == plain
+    assert kb.search("-pods", 3, SearchOptions("words")) == plain
 
 
 def test_a_removed_document_is_gone_from_every_search_at_once(kb: KnowledgeBase) -> None:
@@ -68,7 +69,7 @@ def test_a_removed_document_is_gone_from_every_search_at_once(kb: KnowledgeBase)
     orphaned = kb.remove(drain.id[:8]).orphaned
     for reader in (kb, other):  # the second one had its index in memory already
         for mode in ("vector", "words", "hybrid"):
-            hits = reader.search("evict pods node", 10, mode=mode)  # type: ignore[arg-type]
+            hits = reader.search("evict pods node", 10, SearchOptions(mode))  # type: ignore[arg-type]
             assert "Drain" not in [hit.chunk.title for hit in hits]
     assert len(orphaned) == 1
     assert kb.check() == []
@@ -172,7 +173,7 @@ def test_searches_run_beside_an_ingest(tmp_path: Path, tokenizer: Tokenizer) -> 
         try:
             while not done.is_set():
                 assert kb.search("evict pods node", 1)[0].chunk.title == "Drain"
-                list(kb.search_staged("volume", 3, 4, mode="hybrid"))
+                list(kb.search_staged("volume", 3, 4, SearchOptions("hybrid")))
         except BaseException as error:
             failures.append(error)
 
@@ -234,10 +235,10 @@ def test_a_broken_kb_json_is_one_line_with_a_way_out(kb: KnowledgeBase, content:
 def test_bad_searches_are_refused_by_name(kb: KnowledgeBase) -> None:
     with pytest.raises(RequestError, match="k and stages"):
         kb.search("pods", 0)
-    with pytest.raises(RequestError, match="no search mode 'magic'"):
-        kb.search("pods", 1, mode="magic")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="retrieval 'magic' is unknown"):
+        kb.search("pods", 1, SearchOptions("magic"))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="needs the query's words"):
-        kb.search(np.zeros(64, np.float32), 1, mode="hybrid")
+        kb.search(np.zeros(64, np.float32), 1, SearchOptions("hybrid"))
     with pytest.raises(ConfigError, match="without an embedder"):
         KnowledgeBase.open(kb.folder).search("pods", 1)
 

@@ -39,7 +39,9 @@ class BreakingDecoder(Decoder):
 def make_request(rng: random.Random, chunks: Sequence[Sequence[int]]) -> EngineRequest:
     """Any request: of parts or plain, greedy or drawn."""
     if rng.random() < 0.3:
-        how = {"temperature": 0.8, "seed": rng.randrange(99)} if rng.random() < 0.5 else {}
+        drawn = {"temperature": 0.8, "seed": rng.randrange(99)}
+        rare = {"presence_penalty": 0.7, "frequency_penalty": 0.4}
+        how = rng.choice([{}, drawn, rare, {**drawn, **rare}])
         return plain(ids(rng, rng.randint(1, 30)), max_tokens=rng.randint(1, 12), **how)
     chosen = [rng.choice(chunks) for _ in range(rng.randint(0, 4))]
     return with_chunks(

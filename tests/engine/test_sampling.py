@@ -109,6 +109,35 @@ def test_without_a_seed_answers_differ() -> None:
 
 
 @settings(deadline=None)
+@given(LOGITS, st.floats(-2.0, 2.0), st.floats(-2.0, 2.0), st.data())
+def test_presence_and_frequency_count_what_the_answer_has(
+    logits: Tensor, presence: float, frequency: float, data: st.DataObject
+) -> None:
+    some_ids = st.lists(st.integers(0, len(logits) - 1), max_size=8)
+    prompt, answer = data.draw(some_ids), data.draw(some_ids)
+    sampler = Sampler(Sampling(presence_penalty=presence, frequency_penalty=frequency, logprobs=0))
+    before, seen = logits.clone(), list(prompt)
+    assert sampler.choose(logits, seen).token_id == int(logits.argmax())  # of the prompt: nothing
+    for token_id in answer:
+        seen.append(token_id)
+        got = sampler.choose(logits, seen)
+    if answer:
+        expected = logits.double()
+        for token_id, times in Counter(answer).items():
+            expected[token_id] -= presence + frequency * times
+        assert float(expected[got.token_id]) == pytest.approx(float(expected.max()), abs=1e-4)
+        assert got.logprob == pytest.approx(float(logits.log_softmax(-1)[got.token_id]), abs=1e-5)
+    assert torch.equal(logits, before)  # they belong to the caller
+
+
+def test_a_penalised_answer_is_not_plainly_greedy() -> None:
+    assert Sampling().is_plainly_greedy
+    for name in ("presence_penalty", "frequency_penalty"):
+        assert not Sampling(**{name: 0.5}).is_plainly_greedy
+        assert not Sampling(**{name: -0.5}).is_plainly_greedy
+
+
+@settings(deadline=None)
 @given(LOGITS, st.floats(0.01, 100.0), st.data())
 def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits(
     logits: Tensor, penalty: float, data: st.DataObject
@@ -159,6 +188,10 @@ def test_nothing_is_reported_unless_asked_for() -> None:
         ("repetition_penalty", 0.0),
         ("repetition_penalty", math.nan),
         ("repetition_penalty", 101.0),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", "1"),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", math.nan),
         ("seed", -1),
         ("seed", 2**63),
         ("stop", ("a", "")),

@@ -1,21 +1,30 @@
 """Replicas that die, hang, refuse and come back: real engines, some behind a faulty front."""
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from kvweave.errors import UpstreamError
+from kvweave.gateway.answer import AnswerStory, RoutedAnswer
+from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.config import RetryRules
+from kvweave.gateway.gateway import Gateway
+from kvweave.gateway.guesses import PrefillGuess
+from kvweave.gateway.prompts import plain_text
 from kvweave.gateway.replica import ReplicaHealth
-from worlds.gateways import FaultyUpstream, GatewayWorld, engine_process, gateway_over
-from worlds.serving import KbServer, user
+from kvweave.serve.auth import parse_keys
+from worlds.gateways import QUICK, FaultyUpstream, GatewayWorld, engine_process, gateway_over
+from worlds.serving import KbServer, serving, user
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
 
@@ -251,3 +260,121 @@ def test_killing_a_replica_in_mid_traffic_loses_no_accepted_request(
         assert statuses == [200] * 40
         assert counted(world, "upstream_requests_total", upstream=victims_url) > 0
         assert counted(world, "upstream_retries_total", upstream=victims_url) > 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"no json",
+        b"[1]",
+        b'{"choices": ["text"]}',
+        b'{"choices": [{"delta": "text"}]}',
+        b'{"choices": [{"text": "a", "logprobs": {"content": [{"logprob": "x"}]}}]}',
+        b'{"usage": {"prompt_tokens_details": 3}, "choices": []}',
+        b'{"kv_transfer_params": [1], "choices": []}',
+    ],
+)
+def test_events_that_cannot_be_read_are_a_502_that_names_the_upstream(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path, garbage: bytes
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder) as world,
+    ):
+        only.fault, only.garbage = "garble", garbage
+        reply = ask(world.url, "Say it.")
+        assert reply.status_code == 502, reply.text
+        message = reply.json()["error"]["message"]
+        assert message.startswith(f"{only.url} sent an event")
+        assert "\n" not in message
+        only.fault = None
+        wait_until(lambda: ask(world.url, "Say it.").status_code == 200)
+
+
+def test_a_gateway_is_not_ready_while_no_upstream_is(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder, wait_s=0.2) as world,
+    ):
+
+        def status() -> int:
+            return httpx.get(f"{world.url}/readyz", timeout=60).status_code
+
+        wait_until(lambda: status() == 200)
+        only.fault = "freeze"
+        wait_until(lambda: status() == 503)
+        told = httpx.get(f"{world.url}/readyz", timeout=60)
+        assert "none of 1 upstreams takes requests" in told.json()["error"]["message"]
+        assert only.url not in told.text, "it is not told to whoever asks"
+        assert httpx.get(f"{world.url}/healthz", timeout=60).status_code == 200
+        reply = ask(world.url, "Say it.")
+        assert reply.status_code == 503
+        assert f"{only.url} is down (says nothing)" in reply.json()["error"]["message"]
+        only.fault = None
+        wait_until(lambda: status() == 200)
+
+
+def test_why_an_upstream_is_not_used_is_said(
+    engine: KbServer,
+    chat_model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server without keys goes by no name with a dot; one with keys wants one of them."""
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(
+        "socket.getaddrinfo",
+        lambda host, *rest, **more: resolve(
+            "127.0.0.1" if host == "engine.example.org" else host, *rest, **more
+        ),
+    )
+    port = engine.url.rpartition(":")[2]
+    named = replace(QUICK, upstreams=(f"http://engine.example.org:{port}",))
+    with pytest.raises(UpstreamError, match=r"does not go by the name.*server\.allowed_hosts"):
+        Gateway(named, tokenizer=str(chat_model_folder), first_card_s=0.5)
+    keys = parse_keys(["sk-one-long:one"])
+    with serving(engine.weave, keys=keys) as url:
+        locked = replace(QUICK, upstreams=(url,))
+        with pytest.raises(UpstreamError, match=r"refuses the gateway's key; set gateway\.key_fil"):
+            Gateway(locked, tokenizer=str(chat_model_folder), first_card_s=0.5)
+
+
+def test_an_answer_that_waits_for_its_guess_hears_that_nobody_wants_it(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder) as world,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        only.fault = "stall"
+        fleet, replica = world.gateway.fleet, world.gateway.fleet.replicas[0]
+        request = UpstreamRequest(plain_text("Say it.", b""), world.gateway.sampling())
+        guess = PrefillGuess(fleet, request, pool)
+        answer = RoutedAnswer(fleet, request, AnswerStory(time.perf_counter(), guess=guess))
+        pieces = pool.submit(lambda: list(answer))
+        wait_until(lambda: only.posts == 1)
+        assert not pieces.done()
+        answer.abort()
+        assert pieces.result(timeout=10) == []
+        wait_until(lambda: replica.load == 0, 10)
+        assert only.posts == 1, "nothing else was asked for"
+
+
+def test_an_answer_that_waits_for_a_replica_hears_that_nobody_wants_it(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder, wait_s=60) as world,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        only.fault = "unready"
+        wait_until(lambda: not world.gateway.fleet.replicas[0].is_open)
+        answer = world.gateway.chat(user("Say it."))
+        pieces = pool.submit(lambda: list(answer))
+        time.sleep(0.3)
+        assert not pieces.done()
+        answer.abort()
+        assert pieces.result(timeout=10) == []

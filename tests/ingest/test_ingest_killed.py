@@ -12,6 +12,7 @@ import pytest
 
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.search import SearchOptions
 from kvweave.text.tokenizer import Tokenizer
 from worlds.killed_ingest import count_events, run, run_and_die
 from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, make_tokenizer
@@ -32,7 +33,7 @@ def contents(folder: Path) -> list[object]:
     with KnowledgeBase.open(folder, embedder=WordEmbedder()) as kb:
         documents = sorted((d.source, d.title, d.id) for d in kb.documents())
         chunks = [[p.chunk.id for p in kb.catalogue.document_chunks(d[2])] for d in documents]
-        found = [{h.chunk.id for h in kb.search(q, 3, mode="hybrid")} for q in QUERIES]
+        found = [{h.chunk.id for h in kb.search(q, 3, SearchOptions("hybrid"))} for q in QUERIES]
     return [documents, chunks, found]
 
 

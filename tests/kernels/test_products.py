@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.products import WAYS, ByRows
-from kvweave.kernels.rounded import round_weight, split_dims
+from kvweave.kernels.rounded import even_dims, round_weight, split_dims
 
 IN, OUT = 192, 64
 ALWAYS = "int8 rows, int_mm"  # needs no library beside torch: it must work wherever these run
@@ -105,6 +105,33 @@ def test_a_split_value_is_rounded_as_one(name: str) -> None:
             raise
         pytest.skip(f"this torch or CPU has no such way: {error}")
     torch.testing.assert_close(found, torch.full((2, OUT), 127.0 + 333.0 - 55.0))
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("split", [False, True])
+def test_dims_that_are_evened_out_make_the_others_finer(name: str, split: bool) -> None:
+    x, weight = make_rows(40), make_weight()
+    largest = x.abs().amax(0)
+    powers = even_dims(largest, weight.abs().amax(0), 0.5)
+    parts = split_dims(largest / torch.exp2(powers.float()), 64) if split else None
+    exact, plain = Linear(weight)(x), make_product(name, split=split)(x)
+    try:
+        evened = WAYS[name](round_weight(weight, None, parts, powers))(x)
+    except Exception as error:
+        if name == ALWAYS:
+            raise
+        pytest.skip(f"this torch or CPU has no such way: {error}")
+    better = (evened - exact).square().mean() / (plain - exact).square().mean()
+    assert better < (1.1 if split else 0.5)
+
+
+def test_nothing_is_evened_out_where_nobody_asks() -> None:
+    weight, largest = make_weight(), make_rows(8).abs().amax(0)
+    powers = even_dims(largest, weight.abs().amax(0), 0.5)
+    assert powers[7] > powers.median() == 0, "a dim with large values"
+    flat = round_weight(weight, None, None, torch.zeros(IN, dtype=torch.int64))
+    assert flat.share is None
+    assert torch.equal(flat.codes, round_weight(weight, None).codes)
 
 
 def test_as_many_columns_as_allowed_and_the_largest_dims_get_them() -> None:

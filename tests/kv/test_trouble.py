@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import TierError
+from kvweave.fuse.encode.save_log import SaveLog
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.inventory import OpenTier, make_slot
@@ -120,6 +121,66 @@ def test_a_writer_that_came_back_takes_writes_again() -> None:
     assert writer.offer(make_chunk(2), SaveTicket(), wait_s=0)
     writer.close(5)
     assert wrote == [make_key(0), make_key(2)]
+
+
+def test_a_write_that_raises_is_no_end_of_its_thread() -> None:
+    """Later saves, and whoever waited for them, waited for ever."""
+    bugs: list[str] = []
+
+    def write(packed: PackedChunk) -> bool:
+        if packed.key == make_key(0):
+            raise AttributeError("'NoneType' object has no attribute 'get'")
+        return True
+
+    writer = Writer("disk", 1 << 20, write, on_bug=lambda: bugs.append("told"))
+    tickets = [SaveTicket() for _ in range(2)]
+    for number, ticket in enumerate(tickets):
+        assert writer.offer(make_chunk(number), ticket, wait_s=0.0)
+        ticket.answer(None)
+    assert not tickets[0].wait(5)
+    assert tickets[1].wait(5)
+    assert bugs == ["told"]
+    writer.close(1.0)
+
+
+def test_a_save_behind_a_write_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    """Ingest waited ten minutes for it."""
+    store, tier = open_faulty(tmp_path, write_deadline_s=0.3)
+    tier.plan = FaultPlan(hang=1.0)
+    log, began_s = SaveLog(store), time.monotonic()
+    log.add(store.save(make_chunk(0)))
+    assert log.finish(60.0).dropped == 1
+    assert time.monotonic() - began_s < 10
+    tier.release()
+    store.close()
+
+
+def test_a_delete_that_hangs_holds_up_nobody_and_takes_no_later_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.kv.removal.DELETE_S", 0.3)
+    store, tier = open_faulty(tmp_path, breaker_rest_s=0.05)
+    for number in range(3):
+        assert store.save(make_chunk(number)).wait(5)
+    tier.plan = FaultPlan(hang=1.0)
+    began_s = time.monotonic()
+    store.delete([make_key(0), make_key(1)])
+    lease = store.acquire([make_key(2)])
+    store.delete([make_key(2)])  # goes with its lease
+    lease.release()
+    assert time.monotonic() - began_s < 5
+    assert store.metrics.value("kv_tier_errors_total", verb="delete") >= 2
+    tier.plan = FaultPlan()
+    tier.release()  # the one that hung fails, those behind it are done
+    wait_for("kv_tier_errors_total", store, 3)
+    give_up_s = time.monotonic() + 10
+    while tier.size(make_key(1)) is not None or tier.size(make_key(2)) is not None:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+    time.sleep(0.1)  # writes have rested
+    assert store.save(make_chunk(0)).wait(20)
+    assert serve(store, 0) == {}
+    store.close()
 
 
 def test_what_a_closed_writer_refused_is_not_waited_for() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvweave.kernels.native import loading
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import ROWS, Shape, Times
 from kvweave.kernels.products import FLOAT32, WAYS
 from kvweave.model import load
@@ -23,6 +25,7 @@ from worlds.tiny_models import make_model_folder
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
 IDS = list(range(3, 60))
 INT_MM = "int8 rows, int_mm"
+NATIVE = "int8 rows, native"
 
 
 @pytest.fixture
@@ -58,8 +61,9 @@ def logits(decoder: Decoder, ids: list[int], step: int | None = None) -> torch.T
 
 def assert_within_rounding(gap: torch.Tensor, found: torch.Tensor, folder: Path) -> None:
     exact = logits(load_decoder(folder, device="cpu", quant="none"), IDS)
-    assert gap.square().mean() <= (found - exact).square().mean()
-    assert gap[0].abs().max() < 1e-4  # the first row sees nobody
+    cost = (found - exact).square().mean(1)
+    assert gap.square().mean() <= cost.mean()
+    assert gap[0].square().mean() <= 0.5 * cost.mean()  # it sees nobody: its own edges alone
 
 
 def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(
@@ -76,11 +80,16 @@ def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(
     assert 0 < cost.kl_nats < 0.05
 
 
-def test_token_by_token_or_in_one_go_is_the_same(folder: Path, home: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [INT_MM, NATIVE])
+def test_token_by_token_or_in_one_go_is_the_same(
+    folder: Path, home: Path, tmp_path: Path, way: str
+) -> None:
     """A row has a scale of its own, so its products are the same. What float32's order of sums
     leaves may move a value across the edge between two integers, and rows behind it see that: no
     more than rounding itself changes."""
-    decoder = rounded(folder, tmp_path)
+    if way == NATIVE and native_kernels().library is None:
+        pytest.skip(native_kernels().words)
+    decoder = rounded(folder, tmp_path, way)
     whole = logits(decoder, IDS)
     for step in (1, 7):
         gap = logits(decoder, IDS, step) - whole
@@ -112,7 +121,7 @@ def test_what_was_found_is_kept_and_gives_the_same_weights(
 
 
 def test_notes_of_other_weights_are_not_read(home: Path) -> None:
-    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"qkv": (INT_MM, FLOAT32)})
+    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"1.qkv": "mnl"}, {"qkv": (INT_MM, FLOAT32)})
     save_notes("a" * 32, notes)
     assert load_notes("a" * 32) == notes
     assert load_notes("a" * 16 + "b" * 16) is None  # the same file name
@@ -128,7 +137,7 @@ def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
     assert exact.calibrated_as == (exact.weights.fingerprint, exact.revision)
     fingerprint = exact.weights.fingerprint
     for kl, holds in ((0.5 * SMALL_KL, True), (SMALL_KL, False)):
-        save_notes(fingerprint, RoundingNotes(kl, {}, {}))
+        save_notes(fingerprint, RoundingNotes(kl, {}, {}, {}))
         rough = rounded(folder, tmp_path)
         assert rough.weights.fingerprint == fingerprint + ROUNDED
         assert rough.revision != exact.revision
@@ -150,7 +159,7 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
     exact = load_decoder(folder, device="cpu", quant="none")
     taken = rounded(folder, tmp_path).weights.rounding
     assert taken is not None
-    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, taken.ways))
+    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, {}, taken.ways))
     small = load_decoder(folder, device="cpu", quant="auto")
     assert small.weights.rounding is None, "a small model is quick anyway"
     monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
@@ -194,7 +203,7 @@ def test_what_was_measured_with_other_ways_is_measured_again(
         ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
     )
     exact = load_decoder(folder, device="cpu", quant="none")
-    save_notes(exact.weights.fingerprint, RoundingNotes(0.0, {}, {"qkv": (FLOAT32,) * 4}))
+    save_notes(exact.weights.fingerprint, RoundingNotes(0.0, {}, {}, {"qkv": (FLOAT32,) * 4}))
     rough = load_decoder(folder, device="cpu", quant="int8")
     assert rough.weights.rounding is not None
     assert rough.weights.rounding.kl_nats > 0
@@ -206,3 +215,18 @@ def test_what_was_measured_with_other_ways_is_measured_again(
 def test_auto_is_exact_in_other_dtypes(folder: Path, home: Path) -> None:
     auto = load_decoder(folder, device="cpu", dtype="float16", quant="auto")
     assert auto.weights.rounding is None
+
+
+def test_a_model_of_some_size_says_what_computes_it(
+    folder: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = load_decoder(folder, device="cpu", quant="none")
+    monkeypatch.setattr(loading, "_loaded", None)
+    assert small.weights_words == "weights in float32", "nobody asked for kernels"
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
+    monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+    large = load_decoder(folder, device="cpu", quant="none")
+    assert "no C compiler here; install one" in large.weights_words
+    assert torch.isfinite(logits(large, IDS)).all()
+    monkeypatch.setenv(loading.VARIABLE, "0")
+    assert f"{loading.VARIABLE} is 0" in load_decoder(folder, device="cpu").weights_words

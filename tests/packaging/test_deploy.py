@@ -14,7 +14,7 @@ import yaml
 
 from kvweave.cli.gateway import command as gateway_command
 from kvweave.cli.serve import command as serve_command
-from kvweave.config import known_keys
+from kvweave.config import OTHER_VARIABLES, known_keys
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = "1.31"  # whose schemas the manifests are held to
@@ -191,3 +191,28 @@ def test_the_image_of_vllm_is_pinned_and_ends_as_an_ordinary_user() -> None:
     copied = [line.split()[1] for line in lines if line.startswith("COPY ")]
     ignored = (DEPLOY.parent / ".dockerignore").read_text().splitlines()
     assert {f"!{name}" for name in copied} <= set(ignored)
+
+
+def test_the_unit_of_systemd_can_be_typed() -> None:
+    unit = (DEPLOY / "systemd" / "kvweave.service").read_text()
+    (line,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    program, command, *options = shlex.split(line)
+    assert (Path(program).name, command) == ("kvweave", "serve")
+    serve_command.make_context("kvweave", options, resilient_parsing=False)
+    for name in re.findall(r"^Environment=(KVWEAVE_\w+)=", unit, re.MULTILINE):
+        assert name in OTHER_VARIABLES | {key.variable for key in known_keys().values()}
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    from kvweave.serve.observe.prometheus import ServerMetrics
+
+    board = json.loads((DEPLOY / "grafana" / "kvweave.json").read_text())
+    shown = {t["expr"] for panel in board["panels"] for t in panel["targets"]}
+    named = {name for expr in shown for name in re.findall(r"kvweave_\w+", expr)}
+    assert len(named) > 10
+    page = ServerMetrics().page().decode()
+    state = {"kvweave_running", "kvweave_waiting", "kvweave_kb_open", "kvweave_kb_in_use"}
+    for name in named - state - {"kvweave_kb_open_most"}:
+        base = name.removesuffix("_bucket").removesuffix("_total")
+        assert f"# TYPE {base} " in page or f"# TYPE {base}_total " in page, name
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])

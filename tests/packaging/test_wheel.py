@@ -27,6 +27,7 @@ DATA = (
     ".svg",
     ".woff2",
     ".png",
+    ".c",
 )
 
 
@@ -52,6 +53,7 @@ def test_a_wheel_holds_every_file_that_the_package_reads(wheel: Path) -> None:
     assert any(name.endswith("filler.txt") for name in wanted)
     assert any("calibrate/packaged/" in name for name in wanted)
     assert "kvweave/demo/questions.jsonl" in wanted
+    assert "kvweave/kernels/native/rows.c" in wanted
     assert "kvweave/serve/ui/static/index.html" in wanted
     assert wanted <= inside
     assert not {name for name in inside if "__pycache__" in name or name.startswith("tests/")}

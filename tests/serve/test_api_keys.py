@@ -189,7 +189,7 @@ def test_what_one_tenant_deletes_stays_in_anothers_conversation(guarded: str) ->
     gone = httpx.delete(f"{place}/{document['id']}", headers=acme, timeout=60)
     assert gone.status_code == 200
     after = asked(history, "And now?")
-    assert after["usage"] == before["usage"]
+    assert after["usage"]["total_tokens"] == before["usage"]["total_tokens"]
     assert after["explain"]["tokens"] == before["explain"]["tokens"], "nor is it computed again"
     assert httpx.get(place, headers=acme, timeout=60).json()["data"] == []
 

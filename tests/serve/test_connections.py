@@ -13,7 +13,9 @@ import pytest
 from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.serve.auth import parse_keys
+from kvweave.serve.errors import ApiError
 from kvweave.serve.limits import Limits
+from kvweave.serve.uploads.quotas import TenantQuotas
 from worlds.serving import (
     GatedDecoder,
     make_libraries,
@@ -140,6 +142,39 @@ def test_a_tenant_has_no_more_than_its_quota(weave: Weave, tmp_path: Path) -> No
         many = httpx.post(f"{url}/v1/chat/completions", json=body, headers=one, timeout=60)
         assert many.status_code == 429
         assert "of at most 2" in many.json()["error"]["message"]
+    libraries.close()
+
+
+def test_uploads_at_once_do_not_pass_a_quota_together(weave: Weave, tmp_path: Path) -> None:
+    """Each looked before any of them had made its knowledge base."""
+    libraries = make_libraries(weave, tmp_path)
+    keys = parse_keys(["sk-tenant-1:one"])
+    with (
+        serving(weave, Limits(tenant_kbs=2), libraries=libraries, keys=keys) as url,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def upload(number: int) -> int:
+            place = f"{url}/v1/kb/kb{number}/documents"
+            own = {"Authorization": "Bearer sk-tenant-1"}
+            return httpx.post(place, json=NOTE, headers=own, timeout=60).status_code
+
+        assert sorted(pool.map(upload, range(8))) == [200] * 2 + [403] * 6
+        assert len(libraries.names("one")) == 2
+        assert upload(9) == 403, "what is under way counts once"
+    libraries.close()
+
+
+def test_bytes_under_way_count_until_they_are_through(weave: Weave, tmp_path: Path) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    quotas = TenantQuotas(Limits(tenant_bytes=1000), libraries)
+    let_go = quotas.hold("one", "a", 1000)
+    with pytest.raises(ApiError, match="uploads under way"):
+        quotas.hold("one", "a", 10)
+    quotas.hold("two", "a", 10)
+    let_go()
+    let_go()
+    quotas.hold("one", "a", 10)()
     libraries.close()
 
 

@@ -194,6 +194,26 @@ def test_one_broken_knowledge_base_is_listed_as_such_and_the_others_are_served(
     libraries.close()
 
 
+@pytest.mark.parametrize("how", list(BREAKS))
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_broken_knowledge_base_can_be_deleted(own: KbServer, how: str, is_open: bool) -> None:
+    for name in ("bad", "good"):
+        assert upload(own, NOTE, name).status_code == 200
+    if not is_open:
+        own.libraries.close()
+    BREAKS[how](own.root / "bad")
+    libraries = own.libraries if is_open else make_libraries(own.weave, own.root)
+    with serving(own.weave, libraries=libraries) as url:
+        gone = httpx.delete(f"{url}/v1/kb/bad", timeout=60)
+        assert gone.status_code == 200, gone.text
+        assert not (own.root / "bad").exists()
+        listed = httpx.get(f"{url}/v1/kb", timeout=60).json()["data"]
+        assert [each["name"] for each in listed] == ["good"]
+        again = KbServer(url, own.weave, libraries, own.root)
+        assert upload(again, NOTE, "bad").status_code == 200, "the name is free"
+    libraries.close()
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [

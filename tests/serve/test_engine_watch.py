@@ -2,16 +2,21 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import httpx
 import pytest
 from torch import Tensor
 
+from kvweave.app.weave import Weave
+from kvweave.engine.worker import Pulse
+from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.serve.server import ServerLifecycle
+from kvweave.serve.workers.engine_watch import EngineWatch
 from worlds.serving import make_weave, serving, user
 
 HELLO = {"messages": user("hello"), "max_tokens": 3, "temperature": 0}
@@ -123,4 +128,102 @@ def test_logits_that_are_no_numbers_are_an_error(
         reply = ask(url, **how)
         assert reply.status_code == 500
         assert "no numbers" in reply.json()["error"]["message"]
+    weave.close()
+
+
+class Patient:
+    """An engine whose pulse a test sets, and whose requests it answers."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        self.engine = self
+        self.failed_in_row = 0
+        self.tried = 0
+        self._answer = answer
+
+    def pulse(self) -> Pulse:
+        return Pulse(0.0, self.failed_in_row)
+
+    def abandon(self, why: str) -> None: ...
+
+    def complete(self, *_: object, **__: object) -> "Patient":
+        return self
+
+    def finish(self) -> None:
+        self.tried += 1
+        self._answer()
+
+
+def watched(answer: Callable[[], None]) -> tuple[Patient, list[str]]:
+    """After four failures in a row, and then a fifth."""
+    told: list[str] = []
+    patient = Patient(answer)
+    watch = EngineWatch(cast(Weave, patient), 0.0, told.append, look_s=0.01)
+    watch.start()
+    for failures in (4, 5):
+        patient.failed_in_row = failures
+        time.sleep(0.3)
+    watch.close()
+    return patient, told
+
+
+def refuse() -> None:
+    raise RequestError("the prompt has 1 token, the context holds 0")
+
+
+def test_a_refused_trial_says_nothing_of_the_engine_and_is_made_once_for_each_failure() -> None:
+    patient, told = watched(refuse)
+    assert told == []
+    assert patient.tried == 2
+
+
+def fail() -> None:
+    raise RuntimeError("CUDA error")
+
+
+def test_a_trial_that_fails_ends_it() -> None:
+    _, told = watched(fail)
+    assert told == ["the engine cannot compute any more (RuntimeError)"]
+
+
+class SlowDecoder(SickDecoder):
+    """Takes its time for every layer."""
+
+    layer_s = 0.0
+
+    def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        time.sleep(self.layer_s)
+        return super().finish(layer, h, attended)
+
+
+def test_a_long_step_that_gets_on_is_not_one_that_hangs(chat_model_folder: Path) -> None:
+    """Three layers of 0.8 s, and a job in front of them of as long: none takes 1.5 s by itself."""
+    slow = SlowDecoder(make_weave(chat_model_folder).runtime.decoder)
+    weave = make_weave(chat_model_folder, lambda _: slow)
+    with serving(weave, lifecycle=ServerLifecycle(stuck_s=1.5)) as url:
+        slow.layer_s = 0.8
+        waits = [
+            threading.Thread(target=weave.engine.run_alone, args=(lambda: time.sleep(0.8),))
+            for _ in range(3)
+        ]
+        for each in waits:
+            each.start()
+        reply = ask(url, max_tokens=2)
+        for each in waits:
+            each.join(timeout=30)
+        assert reply.status_code == 200, reply.text
+    weave.close()
+
+
+def test_who_runs_the_server_hears_at_once_that_the_engine_is_lost(
+    chat_model_folder: Path, sick: SickDecoder
+) -> None:
+    """Before `run` returns: connections may keep it from doing so."""
+    told: list[str] = []
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    life = ServerLifecycle(stuck_s=1.0, on_broken=told.append)
+    with serving(weave, lifecycle=life) as url:
+        sick.gate.clear()
+        assert ask(url).status_code == 503
+    sick.gate.set()
+    assert told == ["the engine hangs: a step has taken more than 1 s"]
     weave.close()

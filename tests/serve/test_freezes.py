@@ -16,7 +16,7 @@ BOMBS = {
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 40_000}]},
         "'messages' must be at most 4096 parts of text",
     ),
-    "values": ({"messages": user("hi") * 180_000}, "more than 250,000 commas, brackets"),
+    "values": ({"messages": user("hi") * 180_000}, "more than 125,000 commas, brackets"),
     "fields": ({f"a{i}": 1 for i in range(60_000)}, "the body must have at most 64 fields"),
     "stops": ({"messages": user("hi"), "stop": ["a"] * 60_000}, "'stop' must be at most 4 strings"),
     "one long message": ({"messages": user("word " * 1_400_000)}, "the model's context holds 512"),

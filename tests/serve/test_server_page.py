@@ -19,7 +19,7 @@ COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 8
     replies = []
     for command in COMMANDS:
         ran = subprocess.run(
@@ -38,8 +38,9 @@ def test_every_command_of_the_page_runs_in_order(kb_server: KbServer) -> None:
     assert told.keys() == shown.keys()
     assert told["kv"]["chunks_total"] >= 2, "both documents are there"
     assert replies[5].rstrip().endswith("data: [DONE]")
-    assert replies[6].count('"quality"') == 3
-    assert replies[6].rstrip().endswith("data: [DONE]")
+    assert json.loads(replies[6])["object"] == "ingest.job"
+    assert replies[7].count('"quality"') == 3
+    assert replies[7].rstrip().endswith("data: [DONE]")
 
 
 def test_every_route_is_on_the_page(weave: Weave) -> None:

@@ -95,7 +95,8 @@ class FaultyUpstream:
     `fault`:    None passes everything on; "drop" closes a connection when a POST comes; "cut"
                 passes that many bytes of a reply to a POST and then ends; "status" answers
                 POSTs with it; "unready" answers everything with 503, as a server that stops does;
-                "freeze" takes what comes and says nothing.
+                "freeze" takes what comes and says nothing; "stall" does so with POSTs alone;
+                "garble" answers POSTs with `garbage`, an event of a stream.
     """
 
     def __init__(self, target: str) -> None:
@@ -106,6 +107,7 @@ class FaultyUpstream:
         self.fault: str | None = None
         self.status = 500
         self.cut_bytes = 0
+        self.garbage = b""
         self.posts = 0  # that came
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -137,11 +139,16 @@ class FaultyUpstream:
                 is_post = request.startswith(b"POST")
                 with self._lock:
                     self.posts += is_post
-                if self.fault == "freeze":
+                if self.fault == "freeze" or (self.fault == "stall" and is_post):
                     client.recv(1)  # until the other side gives up
                     return
                 if self.fault == "drop" and is_post:
                     return
+                if self.fault == "garble" and is_post:
+                    body = b"data: " + self.garbage + b"\n\ndata: [DONE]\n\n"
+                    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
+                    client.sendall(head.encode() + body)
+                    continue
                 if (self.fault == "status" and is_post) or self.fault == "unready":
                     status = 503 if self.fault == "unready" else self.status
                     body = b'{"error": {"message": "as the test wants it"}}'

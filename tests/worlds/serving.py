@@ -22,6 +22,7 @@ from kvweave.model.rows import Rows
 from kvweave.serve.auth import Keys
 from kvweave.serve.door import Door
 from kvweave.serve.limits import Limits
+from kvweave.serve.model_names import RequestDefaults
 from kvweave.serve.origins import OriginRules
 from kvweave.serve.server import Server, ServerLifecycle
 from kvweave.serve.ui.config import PageConfig
@@ -42,6 +43,7 @@ def serving(
     lifecycle: ServerLifecycle | None = None,
     origins: OriginRules | None = None,
     page: PageConfig | None = None,
+    usual: RequestDefaults | None = None,
 ) -> Iterator[str]:
     """Serve `weave` on a thread; give the address; stop in order and check that it stopped."""
     listener = socket.create_server(("127.0.0.1", 0))  # listens already: no waiting for start-up
@@ -53,6 +55,7 @@ def serving(
         door=Door(keys or {}, origins or OriginRules()),
         lifecycle=lifecycle,
         page=page,
+        usual=usual,
     )
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -92,9 +95,11 @@ class FailingDecoder(Decoder):
         return super().forward(batch)
 
 
-def make_weave(folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d) -> Weave:
+def make_weave(
+    folder: Path, wrap: Callable[[Decoder], Decoder] = lambda d: d, name: str = "tiny"
+) -> Weave:
     decoder = wrap(load_decoder(folder, device="cpu"))
-    return plain_weave(decoder, Tokenizer(folder))
+    return plain_weave(decoder, Tokenizer(folder), name=name)
 
 
 @dataclass

@@ -23,9 +23,9 @@ def make_embedder_folder(
     *,
     seed: int = 0,
     prompts: dict[str, str] | None = None,
-    words: Sequence[str] = WORDS,
+    words: Sequence[str] = (),
 ) -> Path:
-    """One layer of width 16, mean pooling. `words` is its vocabulary, special tokens first."""
+    """One layer of width 16, mean pooling. Knows `words` besides its own."""
     import torch
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
@@ -34,10 +34,11 @@ def make_embedder_folder(
     torch.manual_seed(seed)
     bert = folder / "bert"
     bert.mkdir(parents=True)
-    (bert / "vocab.txt").write_text("\n".join(words))
+    known = list(dict.fromkeys([*WORDS, *words]))
+    (bert / "vocab.txt").write_text("\n".join(known))
     BertTokenizerFast(vocab=str(bert / "vocab.txt")).save_pretrained(bert)
     config = BertConfig(
-        vocab_size=len(words),
+        vocab_size=len(known),
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,

@@ -49,22 +49,32 @@ class VllmServer:
     """A running server. Close it."""
 
     def __init__(
-        self, folder: Path, model: Path, extra: Mapping[str, Any], *args: str, cores: int = 1
+        self,
+        folder: Path,
+        model: Path,
+        extra: Mapping[str, Any],
+        *args: str,
+        cores: Sequence[int] | None = None,
+        port: int | None = None,
+        connector: str = "KvweaveConnector",
+        python: Path | None = None,
     ) -> None:
-        """`extra` are settings of the connector. One core waits for no other: on a busy machine
-        that is faster than two."""
+        """`extra` are settings of the connector. `cores` None is the last one: one waits for no
+        other, and on a busy machine that is faster than two. `port` None is a free one; `python`
+        None that of our own environment."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "vllm.log"
-        port = free_port()
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         transfer = {
-            "kv_connector": "KvweaveConnector",
+            "kv_connector": connector,
             "kv_role": "kv_both",
             "kv_connector_extra_config": dict(extra),
         }
-        command = [str(vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(python or vllm_python()), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "m", "--dtype", "float32"]
         command += ["--max-model-len", str(CONTEXT), "--max-logprobs", str(TOP)]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--enable-prompt-tokens-details"]
         command += ["--kv-transfer-config", json.dumps(transfer), *args]
         with self.log.open("w") as out:
@@ -72,11 +82,11 @@ class VllmServer:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=_environment(folder, cores),
+                env=_environment(folder, cores or usable_cores()[-1:]),
                 cwd=folder,
                 start_new_session=True,
             )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0)
+        self.http = httpx.Client(base_url=self.url, timeout=600.0)
         try:
             self._wait_for_health()
         except BaseException:
@@ -117,6 +127,18 @@ class VllmServer:
             (reply.get("kv_transfer_params") or {}).get("kvweave", {}),
             details.get("cached_tokens") or 0,
         )
+
+    def counted(self, series: str, **labels: str) -> float:
+        """The sum of a counter of its /metrics page over all lines with these labels."""
+        wanted = [f'{name}="{value}"' for name, value in labels.items()]
+        lines = self.http.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(series)]
+        return sum(float(line.split()[-1]) for line in found if all(w in line for w in wanted))
+
+    def kill(self) -> None:
+        """As the power is cut: all of its processes at once."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def tail(self) -> str:
         return self.log.read_text()[-4000:]
@@ -161,8 +183,11 @@ def running_vllm(
         server.close()
 
 
-def _environment(folder: Path, num_cores: int) -> dict[str, str]:
-    cores = sorted(os.sched_getaffinity(0))[-num_cores:]
+def usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _environment(folder: Path, cores: Sequence[int]) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KVWEAVE_", "VLLM_"))}
     return {
         **kept,

@@ -16,10 +16,13 @@ from worlds.tiny_corpus import open_kb
 
 
 def plain_weave(
-    decoder: Decoder, tokenizer: Tokenizer, engine: EngineConfig | None = None
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    engine: EngineConfig | None = None,
+    name: str = "tiny",
 ) -> Weave:
     """A Weave without a knowledge base."""
-    runtime = ModelRuntime(decoder, tokenizer, "tiny", engine)
+    runtime = ModelRuntime(decoder, tokenizer, name, engine)
     return Weave(runtime, settings=AnswerSettings("Be brief."))
 
 

@@ -8,12 +8,12 @@
 every call may block, unless it says otherwise.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvweave.app.answer.answer_stream import Answer, Piece
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream as PieceStream
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
@@ -27,28 +27,6 @@ if TYPE_CHECKING:
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
-
-
-class PieceStream(Protocol):
-    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time,
-    but for `abort`."""
-
-    answer: Answer | None  # None until it is finished
-
-    def __iter__(self) -> Iterator[Piece]: ...
-
-    def take_whole(self) -> None:
-        """Nobody reads the pieces: `answer` alone counts, so that it may begin again where what
-        computes it fails. Before the first piece."""
-
-    def close(self) -> None:
-        """Stop the work."""
-
-    def abort(self) -> None:
-        """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        """`call` once this is closed."""
 
 
 class LibraryHost(Protocol):
@@ -96,6 +74,10 @@ class LibraryHost(Protocol):
         """Chunk KV that some lease holds. Does not block."""
         ...
 
+    def catch_up(self) -> None:
+        """Hear of what other processes have removed. Microseconds if there is nothing new."""
+        ...
+
     def is_at_rest(self) -> bool:
         """Nothing that was begun with it still holds its chunk KV."""
         ...
@@ -118,6 +100,15 @@ class ModelHost(Protocol):
     def max_context(self) -> int | None:
         """Tokens that prompt and answer may have together; None: not known."""
 
+    def models(self) -> Mapping[str, int | None]:
+        """What a request may name as its `model`, the usual one first, with the context of each.
+        Does not block."""
+        ...
+
+    def why_unready(self) -> str | None:
+        """Why no request would be answered now; None: nothing is known against it. Does not
+        block."""
+
     @property
     def takes_transfer(self) -> bool:
         """`complete` takes a `KVTransfer`. A gateway makes them."""
@@ -127,8 +118,13 @@ class ModelHost(Protocol):
     def system(self) -> str: ...
 
     def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
-    ) -> Sampling: ...
+        self,
+        asked: Mapping[str, Any] | None = None,
+        built_in: Mapping[str, Any] | None = None,
+        model: str | None = None,
+    ) -> Sampling:
+        """`model` is one of `models`, here and below; None: the usual one."""
+        ...
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
 
@@ -142,6 +138,7 @@ class ModelHost(Protocol):
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        model: str | None = None,
     ) -> PieceStream: ...
 
     def complete(
@@ -152,6 +149,7 @@ class ModelHost(Protocol):
         reuse: str | None = None,
         tenant: str = "",
         transfer: KVTransfer | None = None,
+        model: str | None = None,
     ) -> PieceStream: ...
 
     def over(

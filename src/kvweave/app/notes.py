@@ -39,6 +39,7 @@ class AnswerNotes:
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     why: str | None = None  # no more is reused, and what to do about it
     question: str = ""  # what was asked
+    query: str | None = None  # what was searched for, where that is not the question itself
     prompt: Prompt | None = None  # as the engine was given it
     retrieved: tuple[RetrievedChunk, ...] = ()  # for the question: found, or brought
     # seconds that a full prefill of so many tokens is expected to take; None: not known

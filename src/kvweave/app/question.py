@@ -7,11 +7,15 @@ from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
 from kvweave.config import WeaveConfig, given
+from kvweave.corpus.metadata import MetadataFilter
+from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
+from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
+from kvweave.types import ChunkId
 
 TOP_K = 5  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
@@ -19,6 +23,7 @@ ORDER = OrderPermission.AUTO  # of chunks, unless a question says it
 PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 SpeculationMode = Literal["auto", "on", "off"]
+NothingMode = Literal["say", "answer"]  # where no chunk is found
 
 
 class AskOptions(TypedDict, total=False):
@@ -36,6 +41,14 @@ class AskOptions(TypedDict, total=False):
     history: Sequence[Mapping[str, Any]]
     tenant: str
     speculate: SpeculationMode | None
+    model: str | None
+    retrieval: Retrieval | None
+    min_score: float | None
+    filter: Mapping[str, Any]
+    reranker: str | None
+    rewrite: bool | None
+    nothing_found: NothingMode | None
+    cite: bool
     watched: int
     forced: Sequence[int]
     alone: bool
@@ -69,6 +82,7 @@ class KVTransfer:
     bound: float | None = None
     asked: tuple[int, int] | None = None  # what the user wrote; None: all behind the chunks
     tenant: str = ""  # of the gateway: tenants share no KV
+    forget: tuple[ChunkId, ...] = ()  # chunks that are no more there: nothing is kept of them
 
     def __post_init__(self) -> None:
         at = 0
@@ -102,6 +116,16 @@ class Question:
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
+    model: str | None = None  # of a gateway that has several; None: the usual one
+    # how chunks are found, see `SearchOptions`; None: as is usual
+    retrieval: Retrieval | None = None
+    min_score: float | None = None
+    filter: Mapping[str, Any] = field(default_factory=dict)  # what metadata their documents have
+    reranker: str | None = None
+    rewrite: bool | None = None  # a follow-up is searched for as the model puts it
+    query: str | None = None  # what is searched for; None: the question
+    nothing_found: NothingMode | None = None  # "say" so, or "answer" from nothing
+    cite: bool = False  # put the numbers of sources behind the answer's sentences
     # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
     # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
     # of the knowledge tree and leaves nothing there
@@ -114,14 +138,16 @@ class Question:
             raise RequestError(
                 f"bound {self.bound:g} is no number of nats from 0 on; give one such as 0.02"
             )
-        if self.order is not None and self.order not in list(OrderPermission):
-            known = ", ".join(OrderPermission)
-            raise RequestError(f"order {self.order!r} is unknown; known: {known}")
+        check_order(self.order)
         if self.speculate not in (None, *get_args(SpeculationMode)):
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse is not None and self.reuse not in REUSES:
             raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if self.nothing_found not in (None, *get_args(NothingMode)):
+            known = ", ".join(get_args(NothingMode))
+            raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
+        _ = self.search
         if self.reuse == AUTO and self.ratio is not None:
             raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
         refuse_empty(self.question)
@@ -136,6 +162,17 @@ class Question:
         return TOP_K if self.k is None else self.k
 
     @property
+    def search(self) -> SearchOptions:
+        """How chunks are found. Raises RequestError if it cannot be meant."""
+        wanted = MetadataFilter.parse(self.filter)
+        return SearchOptions(self.retrieval or "vector", self.min_score, wanted, self.reranker)
+
+    @property
+    def searched(self) -> str:
+        """What chunks are searched for by."""
+        return self.query or self.question
+
+    @property
     def permission(self) -> OrderPermission:
         """Whether chunks may move."""
         return OrderPermission(ORDER if self.order is None else self.order)
@@ -145,13 +182,16 @@ class Question:
         """Nats per token that reuse may cost."""
         return BOUND if self.bound is None else self.bound
 
-    def filled(self, usual: "QuestionDefaults") -> "Question":
-        """The same, with what it leaves open as is usual."""
+    def filled(self, usual: "QuestionDefaults", kb_order: str | None = None) -> "Question":
+        """The same, with what it leaves open as is usual: in its knowledge base (`kb_order`), or
+        else as configured."""
         reuse, ratio = self.reuse, self.ratio
         if reuse is None and ratio is None:
             reuse, ratio = usual.reuse, usual.ratio
         bound = usual.bound if self.bound is None else self.bound
-        order = usual.order if self.order is None else self.order
+        order = next(o for o in (self.order, kb_order, usual.order) if o is not None)
+        if self.order is None and reuse == "full":  # which gains nothing by another order
+            order = OrderPermission.AS_FOUND
         return replace(
             self,
             reuse=reuse,
@@ -159,6 +199,11 @@ class Question:
             bound=bound,
             order=order,
             k=usual.k if self.k is None else self.k,
+            retrieval=self.retrieval or usual.search.retrieval,
+            min_score=usual.search.min_score if self.min_score is None else self.min_score,
+            reranker=self.reranker or usual.search.reranker,
+            rewrite=usual.rewrite if self.rewrite is None else self.rewrite,
+            nothing_found=self.nothing_found or usual.nothing_found,
         )
 
 
@@ -171,15 +216,36 @@ class QuestionDefaults:
     bound: float = BOUND
     order: str = ORDER
     k: int = TOP_K
+    search: SearchOptions = field(default_factory=SearchOptions)  # its filter does not count
+    rewrite: bool = False
+    nothing_found: NothingMode = "say"
+    nothing_text: str | None = None  # what is said then; None: NOTHING_TEXT
     # fields of `Sampling` that the user configured; the others are the model's, or built in
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "QuestionDefaults":
         """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
-        quality, sampling = config.quality, given(config.sampling)
+        quality, library = config.quality, config.library
         reuse, ratio = parse_reuse(quality.reuse)
-        return cls(reuse, ratio, quality.bound, quality.order, config.library.k, sampling)
+        return cls(
+            reuse,
+            ratio,
+            quality.bound,
+            quality.order,
+            library.k,
+            SearchOptions(library.retrieval, library.min_score, reranker=library.reranker),
+            library.rewrite,
+            library.nothing_found,
+            library.nothing_text,
+            given(config.sampling),
+        )
+
+
+def check_order(order: str | None) -> None:
+    """Raises RequestError where this is no OrderPermission."""
+    if order is not None and order not in list(OrderPermission):
+        raise RequestError(f"order {order!r} is unknown; known: {', '.join(OrderPermission)}")
 
 
 def parse_reuse(text: str | None) -> tuple[str | None, float | None]:

@@ -19,6 +19,7 @@ from kvweave.app.answer.answer_stream import (
     TokenLogprob,
 )
 from kvweave.app.answer.answerer import Answerer, AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.search import SearchOptions
     from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
@@ -269,9 +271,13 @@ class Weave:
         """Remove a document by id or file; returns how many chunks went with it, KV and all."""
         return self.library.remove(reference)
 
-    def search(self, question: str, k: int = TOP_K) -> "list[Hit]":
-        """The chunks of the knowledge base nearest to `question`, best first."""
-        return self._answerer.search(question, k)
+    def search(
+        self, question: str, k: int = TOP_K, how: "SearchOptions | None" = None
+    ) -> "list[Hit]":
+        """The chunks of the knowledge base nearest to `question`, best first. `how` they are found:
+        by vector, by words or by both, with a least score, among documents with some metadata; None
+        is as configured."""
+        return self._answerer.search(question, k, how)
 
     # ---- answers
 
@@ -291,11 +297,20 @@ class Weave:
         `history` are the {"role", "content"} messages said before, the user's first. With a
         `conversation_id` the chunks of those turns stand in the history again, and those it holds
         are not sent twice; conversations of one `tenant` are unknown to others.
+
+        `retrieval` finds chunks by "vector", by "words" or "hybrid"; those with a score below
+        `min_score` are left out, and a `filter` takes those of documents with such metadata.
+        `rewrite` has the model put a follow-up so that a search understands it (`Answer.query`).
+        Where nothing is found the answer says so (`Answer.nothing_found`), unless `nothing_found`
+        is "answer". `cite` puts numbers of sources behind sentences.
         """
         return self.stream(question, **options).finish()
 
     def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+        self,
+        asked: Mapping[str, Any] | None = None,
+        built_in: Mapping[str, Any] | None = None,
+        model: str | None = None,
     ) -> Sampling:
         """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
         the configuration has it, then the model's generation_config.json, then `built_in`.
@@ -303,11 +318,13 @@ class Weave:
         An answer without a `sampling` is drawn by `sampling()`; a `Sampling` that a caller makes
         counts as it is.
         """
+        self._refuse_other(model)
         return self._answerer.sampling.sampling(asked, built_in)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> AnswerStream:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
+        self._refuse_other(options.get("model"))
         return self._answerer.answer(Question(question, **options), called_s)
 
     def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
@@ -326,11 +343,13 @@ class Weave:
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        model: str | None = None,
     ) -> AnswerStream:
         """Continue a conversation of {"role", "content"} messages. What is exact of earlier turns,
         or of others of the `tenant` that began alike, is not computed again unless `reuse` is
         "full"."""
         called_s = time.perf_counter()
+        self._refuse_other(model)
         if not messages:
             raise RequestError("messages is empty; send at least one")
         tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
@@ -347,15 +366,20 @@ class Weave:
         reuse: str | None = None,
         tenant: str = "",
         transfer: KVTransfer | None = None,
+        model: str | None = None,
     ) -> AnswerStream:
         """Continue a text or token ids, without a chat template. As `chat` otherwise. `transfer`
-        says where chunks stand among token ids: their KV is reused as it is for documents."""
+        says where chunks stand among token ids: their KV is reused as it is for documents, and
+        chunks that it says are no more are forgotten, if requests brought them."""
         called_s = time.perf_counter()
+        self._refuse_other(model)
         tokenizer = self._runtime.tokenizer
         if isinstance(prompt, str):
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
+        if transfer is not None and transfer.forget:
+            self._answerer.forget_brought(transfer.forget, tenant)
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
@@ -393,6 +417,17 @@ class Weave:
     @property
     def model_name(self) -> str:
         return self._runtime.name
+
+    def models(self) -> dict[str, int | None]:
+        """The one that is loaded, and its context. A gateway may have several."""
+        return {self.model_name: self.max_context}
+
+    def why_unready(self) -> None:
+        """Nothing: what is wrong with the engine is found by those who watch it."""
+
+    def _refuse_other(self, model: str | None) -> None:
+        if model not in (None, self.model_name):
+            raise RequestError(f"no model {model!r} here; this is {self.model_name!r}")
 
     @property
     def system(self) -> str:
@@ -458,6 +493,11 @@ class Weave:
     def num_pinned(self) -> int:
         """Chunk KV of the open knowledge base that some lease holds."""
         return 0 if self._library is None else self._library.store.num_pinned()
+
+    def catch_up(self) -> None:
+        """Hear of what other processes have removed from the open knowledge base."""
+        if self._library is not None:
+            self._library.catch_up()
 
     def samples(self) -> Iterator[Sample]:
         """What the engine counts."""

@@ -16,6 +16,7 @@ COMMANDS: dict[str, str] = {
     "audit": "kvweave.cli.audit",
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
+    "chat": "kvweave.cli.chat",
     "completion": "kvweave.cli.completion",
     "config": "kvweave.cli.config",
     "demo": "kvweave.cli.demo",

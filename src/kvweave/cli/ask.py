@@ -17,22 +17,32 @@ from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
     chunks_option,
     config_option,
+    filter_option,
     model_options,
     pass_config,
     planning_options,
     reuse_option,
+    search_options,
     speculate_option,
     store_options,
     system_option,
+    url_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given
+from kvweave.corpus.metadata import parse_pairs
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
+    from kvweave.app.answer.piece_stream import PieceStream
     from kvweave.app.question import AskOptions
-    from kvweave.app.weave import Answer, AnswerStream, Document, Weave
+    from kvweave.app.weave import Answer, Document, Weave
 
+# keys that are fields of a chat request by the same name
+OF_REQUEST = {
+    *("library.k", "library.retrieval", "library.min_score", "library.nothing_found"),
+    *("quality.order",),
+}
 LOOPED = "stopped: the answer only repeated itself; --no-stop-loops lets it go on"
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
 
@@ -44,9 +54,13 @@ class AskArguments:
     question: str
     files: tuple[str, ...]  # paths, or - for stdin
     kb_folder: Path | None
+    url: str | None
     ratio: float | None
     explain: bool
     stop: tuple[str, ...]
+    filters: tuple[str, ...]
+    cite: bool
+    json_schema: Path | None
     as_json: bool
     stats: bool
 
@@ -71,10 +85,20 @@ class Waited(NamedTuple):
 @click.option(
     "--kb",
     "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    type=click.Path(path_type=Path, file_okay=False),
     help="Answer from this knowledge base (kvweave ingest makes one).",
 )
+@url_option
 @chunks_option
+@search_options
+@filter_option
+@config_option(
+    "library.nothing_found",
+    "--nothing-found",
+    type=click.Choice(["say", "answer"]),
+    help="Where no chunk is found: say so, or answer from nothing (say).",
+)
+@click.option("--cite", is_flag=True, help="Put numbers of sources behind sentences.")
 @reuse_option
 @click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
 @planning_options
@@ -111,9 +135,27 @@ class Waited(NamedTuple):
     help="Above 1, used words become rarer (the model's, else 1).",
 )
 @config_option(
+    "sampling.presence_penalty",
+    "--presence-penalty",
+    type=float,
+    help="Above 0, words that the answer has become rarer (0).",
+)
+@config_option(
+    "sampling.frequency_penalty",
+    "--frequency-penalty",
+    type=float,
+    help="The same for each time that the answer has them (0).",
+)
+@config_option(
     "sampling.stop_loops",
     "--stop-loops/--no-stop-loops",
     help="End an answer that only repeats itself (on).",
+)
+@click.option(
+    "--json-schema",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Hold the answer to this JSON schema.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
 @system_option
@@ -127,15 +169,21 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
     config, asked = effective.config, AskArguments(**arguments)
     if not asked.question.strip():
         raise RequestError("the question is empty; ask something")
+    if asked.filters and asked.kb_folder is None:
+        raise RequestError("--filter chooses among the documents of a knowledge base; add --kb DIR")
     if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
     reuse, ratio = _reuse(effective, asked)
+    documents = [read_document(name) for name in asked.files]
+    if asked.url is not None:
+        _ask_server(effective, asked, documents, (reuse, ratio))
+        return
     if asked.kb_folder is not None:
         check_knowledge_base(asked.kb_folder)
-    documents = [read_document(name) for name in asked.files]
     from kvweave.app.weave import Sampling
 
-    Sampling(**given(config.sampling), stop=asked.stop)
+    schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
+    Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
     options: AskOptions = {
         "documents": documents if asked.kb_folder is None else None,
         "k": config.library.k,
@@ -143,12 +191,14 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         "ratio": ratio,
         "bound": config.quality.bound,
         "order": config.quality.order,
+        "filter": parse_pairs(asked.filters, "--filter"),
+        "cite": asked.cite,
     }
     # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
     # interpreter must not end while the engine computes.
     with closing(open_weave(config=_unaudited(config), kb=asked.kb_folder)) as weave:
         loading_s = time.perf_counter() - started_s
-        options["sampling"] = weave.sampling({"stop": asked.stop})
+        options["sampling"] = weave.sampling({"stop": asked.stop, "json_schema": schema})
         answer = _write(weave.stream(asked.question, **options), asked)
     waited = Waited(loading_s, time.perf_counter() - started_s)
     missing = None
@@ -166,11 +216,51 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         click.echo(missing, err=True)
     if answer.stopped_because is not None:
         click.echo(LOOPED, err=True)
-    if asked.stats and not asked.as_json:
+    if asked.cite and not asked.as_json:
+        for source in answer.sources:
+            click.echo(f"[{source.cited_as}] {source.title or source.chunk[:8]}", err=True)
+    if asked.stats and not asked.as_json and not answer.nothing_found:
         click.echo(click.style(_stats(answer, waited), dim=True), err=True)
 
 
-def _write(answering: "AnswerStream", asked: AskArguments) -> "Answer":
+def _ask_server(
+    effective: EffectiveConfig,
+    asked: AskArguments,
+    documents: "list[Document]",
+    reuse: tuple[str | None, float | None],
+) -> None:
+    """The same by a running server, whose own settings hold for what was not typed here."""
+    from kvweave.cli import remote
+    from kvweave.clients.server import ServerClient
+
+    config, typed = effective.config, effective.flags
+    fields: dict[str, Any] = {
+        key.partition(".")[2]: config.value(key)
+        for key in typed
+        if key.startswith("sampling.") or key in OF_REQUEST
+    }
+    if asked.kb_folder is not None:
+        fields["kb"] = str(asked.kb_folder)
+    if documents:
+        fields["documents"] = [{"title": d.title, "text": d.text} for d in documents]
+    if reuse != (None, None):
+        bound = config.quality.bound if "quality.bound" in typed else None
+        strategy = reuse[0] or "weave"
+        fields["reuse"] = {"strategy": strategy, "ratio": reuse[1], "bound": bound}
+    if asked.filters:
+        fields["filter"] = parse_pairs(asked.filters, "--filter")
+    if asked.stop:
+        fields["stop"] = list(asked.stop)
+    if asked.json_schema is not None:
+        schema = json.loads(read_document(str(asked.json_schema)).text)
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    if asked.cite or asked.explain:
+        fields |= {"cite": asked.cite, "explain": asked.explain}
+    client = ServerClient(asked.url or "")
+    remote.ask(client, asked.question, fields, as_json=asked.as_json, stats=asked.stats)
+
+
+def _write(answering: "PieceStream", asked: AskArguments) -> "Answer":
     """The answer on stdout as it is made, unless all of it comes as JSON."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper):
@@ -255,8 +345,10 @@ def _as_document(answer: "Answer", waited: Waited) -> dict[str, Any]:
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": answer.completion_tokens,
             "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
         },
         "sources": [source.as_json() for source in answer.sources],
+        "nothing_found": answer.nothing_found,
         "full_ms": None if answer.full_ms is None else round(answer.full_ms, 1),
         "explain": _explain_document(answer),
         "timing": {

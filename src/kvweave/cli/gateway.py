@@ -8,7 +8,7 @@ import click
 
 from kvweave.cli import serve
 from kvweave.cli.options import Amount, config_option, pass_config
-from kvweave.config import EffectiveConfig, given
+from kvweave.config import EffectiveConfig
 
 RUNNING_PER_UPSTREAM = 64  # answers under way, where nobody says how many
 MOST_RUNNING = 512  # each is a thread that waits
@@ -17,7 +17,8 @@ OF_SERVE = {
     *("--host", "--port", "--kb-root", "--kb", "--embedder", "--system", "--reuse", "--bound"),
     *("--order", "--api-key-file", "--speculate", "--log-format", "--running", "--waiting"),
     *("--max-body-mb", "--max-upload-mb", "--timeout", "--open-kbs", "--grace", "--lame"),
-    *("--redis-url", "--s3-url", "--s3-endpoint"),
+    *("--redis-url", "--s3-url", "--s3-endpoint", "--alias", "--retrieval", "--min-score"),
+    *("--reranker", "--rewrite", "--nothing-found", "--log-level"),
 }
 
 
@@ -78,6 +79,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
+    from kvweave.serve.observe.tracing import configure_tracing
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
 
     config, server_config = effective.config, effective.config.server
@@ -88,7 +90,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     places = serve.make_places(config, folders)
     with serve.listen(server_config.host, server_config.port) as listener:
         serve.warn_if_open(server_config.host, has_keys=bool(keys))
-        configure_logs(server_config.log_format)
+        configure_logs(server_config.log_format, server_config.log_level)
+        configure_tracing()
         gateway = Gateway(
             upstreams,
             tokenizer=config.gateway.tokenizer,
@@ -102,7 +105,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             limits=serve.make_limits(server_config),
             libraries=libraries,
             door=Door(keys, serve.make_origins(server_config)),
-            sampling=given(config.sampling),
+            usual=serve.make_defaults(config),
             lifecycle=ServerLifecycle(
                 prepare=[Prepare("opening the embedder and knowledge bases", libraries.open_ahead)],
                 on_ready=lambda: serve.greet(

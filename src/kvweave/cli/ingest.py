@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kvweave.cli.options import (
     pass_config,
     store_options,
     system_option,
+    url_option,
 )
 from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
     from kvweave.fuse.encode.save_log import Saves
-    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
+    from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress, Skipped
+    from kvweave.ingest.sources import Source
 
 SecondsFor = Callable[[int], float | None]  # tokens to encode; None: not known
 EXIT_SKIPPED = 1  # it went through, but some files did not get in
@@ -52,12 +54,16 @@ class IngestArguments:
     """What was typed, besides what belongs to the configuration."""
 
     paths: tuple[Path, ...]
+    urls: Path | None
+    sitemap: str | None
     kb_folder: Path
+    url: str | None
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     chunk_tokens: int | None
     index: str | None
     max_file_mb: float
+    meta: tuple[str, ...]
     prune: bool
     kv: bool
     refresh_neighbours: bool
@@ -71,8 +77,16 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @click.command()
-@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
+@click.option(
+    "--urls",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Pages of the web, one address a line.",
+)
+@click.option("--sitemap", metavar="URL", help="The pages that a sitemap names, of its own host.")
 @kb_option
+@url_option
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
@@ -83,6 +97,12 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
 @click.option("--max-file-mb", type=Amount(0), default=64, show_default=True)
+@click.option(
+    "--meta",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Metadata of every document of this run, for --filter. Repeatable.",
+)
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
 @config_option(
@@ -113,16 +133,22 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any) -> None:
     """Bring files and folders into a knowledge base. Run it again: only changes are done.
 
-    Reads txt, md, html, pdf, csv, tsv, jsonl and docx. A file that cannot be read is reported and
-    skipped; the exit code is then 1.
+    Reads txt, md, rst, html, pdf, epub, docx, pptx, xlsx, csv, tsv, json, jsonl, yaml and source
+    code. A file that cannot be read is reported and skipped; the exit code is then 1.
     """
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.metadata import parse_pairs
     from kvweave.corpus.parsers import ParseLimits
     from kvweave.corpus.settings import read_settings
     from kvweave.ingest.pipeline import IngestOptions, ingest
     from kvweave.ingest.sources import Selection
 
     config, asked = effective.config, IngestArguments(**arguments)
+    pages = _addresses(asked)
+    if asked.url is not None:
+        if not _upload(asked, pages):
+            ctx.exit(EXIT_SKIPPED)
+        return
     _check_preparation(effective, asked)
     _check_store(config, asked)
     stored, embedder = read_settings(asked.kb_folder), config.library.embedder
@@ -136,6 +162,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
             memory_bytes=config.library.parse_bytes,
         ),
         prune=asked.prune,
+        metadata=parse_pairs(asked.meta, "--meta"),
     )
     config = with_model(config)
     with KnowledgeBase.open(
@@ -152,9 +179,11 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
                 _encoding(kb, config, asked) as (encoder, sync, seconds_for),
                 progress_bar(seconds_for) as progress,
             ):
+                sources, missed = _sources(asked, pages, options.limits.file_bytes)
                 report = ingest(
-                    kb, asked.paths, encoder, progress=progress, options=options, kv_sync=sync
+                    kb, sources, encoder, progress=progress, options=options, kv_sync=sync
                 )
+                report = replace(report, skipped=(*missed, *report.skipped))
                 saves = None if encoder is None else encoder.saves()
         except KeyboardInterrupt:
             num_documents = kb.totals().num_documents
@@ -166,6 +195,65 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
         show(kb, report, saves, asked.as_json)
     if report.skipped:
         ctx.exit(EXIT_SKIPPED)
+
+
+def _addresses(asked: IngestArguments) -> list[str]:
+    """The pages of the web that were asked for. Raises ConfigError where nothing at all was."""
+    from kvweave.cli.web_pages import read_addresses, read_sitemap
+
+    if not (asked.paths or asked.urls or asked.sitemap):
+        raise ConfigError("nothing to ingest; name PATHS, --urls FILE or --sitemap URL")
+    listed = [] if asked.urls is None else read_addresses(asked.urls)
+    return listed + ([] if asked.sitemap is None else read_sitemap(asked.sitemap))
+
+
+def _sources(
+    asked: IngestArguments, pages: list[str], most_bytes: int
+) -> "tuple[Iterable[Source], list[Skipped]]":
+    """What is to be taken in; pages are fetched as their turn comes, and those that cannot be are
+    added to the list."""
+    from kvweave.cli.web_pages import fetch_pages
+    from kvweave.ingest.report import Skipped
+
+    missed: list[Skipped] = []
+    if not pages:
+        return asked.paths, missed
+
+    def found() -> "Iterator[Source]":
+        yield from asked.paths
+        for page in fetch_pages(pages, most_bytes):
+            if isinstance(page, Skipped):
+                missed.append(page)
+            else:
+                yield page
+
+    return found(), missed
+
+
+def _upload(asked: IngestArguments, pages: list[str]) -> bool:
+    """The same by a running server. False: some files did not get in."""
+    from kvweave.cli import remote
+    from kvweave.clients.server import ServerClient
+    from kvweave.corpus.metadata import parse_pairs
+    from kvweave.ingest.sources import Selection
+
+    if asked.prune or asked.refresh_neighbours or asked.chunk_tokens or asked.index:
+        raise ConfigError(
+            "--prune, --refresh-neighbours, --chunk-tokens and --index are for a folder; leave "
+            "them out with --url"
+        )
+    client, kb = ServerClient(asked.url or ""), str(asked.kb_folder)
+    counts = remote.upload(
+        client,
+        kb,
+        asked.paths,
+        Selection(asked.include, asked.exclude),
+        parse_pairs(asked.meta, "--meta"),
+        pages=pages,
+        wait_for_kv=asked.kv,
+    )
+    counts.show(kb, client.url, as_json=asked.as_json)
+    return not counts.skipped
 
 
 def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> None:

@@ -1,18 +1,124 @@
-"""`kvweave kb`: check, back up, restore and remove whole knowledge bases."""
+"""`kvweave kb`: list, count, check, back up, restore, change and remove whole knowledge bases."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
+from kvweave.cli.amounts import progress_text, size_text
 from kvweave.cli.knowledge_bases import check_knowledge_base
-from kvweave.cli.options import json_option, kb_option, pass_config
+from kvweave.cli.options import config_option, json_option, kb_option, pass_config, url_option
 from kvweave.config import EffectiveConfig
+from kvweave.errors import CorpusError
+from kvweave.paths import kb_root
 
 
 @click.group()
 def command() -> None:
-    """Check, back up, restore and remove knowledge bases."""
+    """List, count, check, back up, restore, change and remove knowledge bases."""
+
+
+@command.command("ls")
+@config_option(
+    "server.kb_root",
+    "--kb-root",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of knowledge bases (that of `kvweave serve`).",
+)
+@url_option
+@json_option
+@pass_config
+def ls_command(url: str | None, as_json: bool, effective: EffectiveConfig) -> None:
+    """List the knowledge bases of a folder, or of a server."""
+    if url is not None:
+        from kvweave.clients.server import ServerClient
+
+        found = ServerClient(url).kbs()
+        rows = [{name: each[name] for name in COLUMNS} for each in found]
+    else:
+        rows = _local_rows(effective.config.server.kb_root or kb_root())
+    if as_json:
+        click.echo(json.dumps({"kbs": rows}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("name", "problem") else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in COLUMNS))
+    Console().print(table)
+    click.echo(f"{len(rows):,} knowledge bases")
+
+
+@command.command("stat")
+@kb_option
+@url_option
+@json_option
+def stat_command(kb_folder: Path, url: str | None, as_json: bool) -> None:
+    """What a knowledge base holds, what it was made with and what it takes on the disk."""
+    if url is not None:
+        from kvweave.cli.docs import show_server_kb
+        from kvweave.clients.server import ServerClient
+
+        show_server_kb(ServerClient(url).kb(str(kb_folder)), as_json)
+        return
+    from kvweave.app.library.kv_progress import progress_on_disk
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+
+    check_knowledge_base(kb_folder)
+    with KnowledgeBase.open(kb_folder) as kb:
+        totals, progress, settings = kb.totals(), progress_on_disk(kb), kb.settings
+    files = (*kb_folder.glob("catalogue.sqlite*"), *(kb_folder / "index").glob("*"))
+    told = {
+        "kb": str(kb_folder),
+        **totals._asdict(),
+        "embedder": settings.embedder,
+        "chunk_tokens": settings.chunk_tokens,
+        "index": settings.index,
+        "document_bytes": sum(file.stat().st_size for file in files if file.is_file()),
+        "kv": progress._asdict(),
+    }
+    if as_json:
+        click.echo(json.dumps(told))
+        return
+    click.echo(
+        f"{totals.num_documents:,} documents, {totals.num_chunks:,} chunks of at most "
+        f"{settings.chunk_tokens} tokens, {totals.num_tokens:,} tokens"
+    )
+    click.echo(f"embedder {settings.embedder}, index {settings.index}")
+    click.echo(f"{size_text(told['document_bytes'])} of documents and vectors")
+    click.echo(progress_text(progress))
+
+
+COLUMNS = ("name", "documents", "chunks", "tokens", "problem")
+
+
+def _local_rows(root: Path) -> list[dict[str, Any]]:
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.corpus.settings import FILE
+
+    rows: list[dict[str, Any]] = []
+    for folder in sorted(root.glob("*")) if root.is_dir() else ():
+        if not (folder / FILE).is_file():
+            continue
+        row: dict[str, Any] = dict.fromkeys(COLUMNS)
+        row["name"] = folder.name
+        try:
+            with KnowledgeBase.open(folder) as kb:
+                row |= dict(zip(("documents", "chunks", "tokens"), kb.totals(), strict=True))
+        except CorpusError as error:  # the others are listed all the same
+            row["problem"] = str(error)
+        rows.append(row)
+    return rows
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @command.command("check")
@@ -74,12 +180,43 @@ def restore_command(file: Path, kb_folder: Path, as_json: bool) -> None:
     click.echo(f"{done.num_documents:,} documents, {done.num_chunks:,} chunks in {kb_folder}")
 
 
+@command.command("set")
+@kb_option
+@click.option(
+    "--order",
+    required=True,
+    type=click.Choice(["as_found", "free", "auto", "configured"]),
+    help="Whether chunks may move, for questions that do not say it; configured: as anywhere else.",
+)
+def set_command(kb_folder: Path, order: str) -> None:
+    """Change what is usual for the questions to a knowledge base. A server that has it open sees it
+    when it opens it again; over HTTP: PATCH /v1/kb/NAME."""
+    from kvweave.corpus.knowledge_base import KnowledgeBase
+
+    check_knowledge_base(kb_folder)
+    with KnowledgeBase.open(kb_folder) as kb:
+        kb.set_order(None if order == "configured" else order)
+    click.echo(f"{kb_folder}: order {order}")
+
+
 @command.command("rm")
 @kb_option
+@url_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @pass_config
-def rm_command(kb_folder: Path, yes: bool, effective: EffectiveConfig) -> None:
+def rm_command(kb_folder: Path, url: str | None, yes: bool, effective: EffectiveConfig) -> None:
     """Remove a knowledge base with its chunk KV, also what lies in remote tiers."""
+    if url is not None:
+        from kvweave.clients.server import ServerClient
+
+        client, name = ServerClient(url), str(kb_folder)
+        num_documents = client.kb(name)["documents"]
+        if not yes:
+            words = f"Remove {name!r} at {client.url} with {num_documents:,} documents?"
+            click.confirm(words, abort=True)
+        client.delete_kb(name)
+        click.echo(f"removed {name!r} and {num_documents:,} documents")
+        return
     from kvweave.corpus.kb_folder import remove_folder
     from kvweave.corpus.knowledge_base import KnowledgeBase
 

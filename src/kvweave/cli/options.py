@@ -109,6 +109,12 @@ def _all_of(*options: Decorator) -> Decorator:
     return add
 
 
+url_option = click.option(
+    "--url",
+    envvar="KVWEAVE_URL",
+    metavar="URL",
+    help="Of a running server that does it; --kb is a name there. KVWEAVE_API_KEY is its key.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 kb_option = click.option(
     "--kb",
@@ -123,6 +129,33 @@ api_key_option = click.option(
 )
 chunks_option = config_option(
     "library.k", "--chunks", type=click.IntRange(1, 100), help="How many to take (5)."
+)
+search_options = _all_of(  # how chunks are found
+    config_option(
+        "library.retrieval",
+        "--retrieval",
+        type=click.Choice(["vector", "words", "hybrid"]),
+        help="Find chunks by vector, by words or by both (vector).",
+    ),
+    config_option(
+        "library.min_score",
+        "--min-score",
+        type=float,
+        help="Leave out chunks with a lower score (any).",
+    ),
+    config_option(
+        "library.reranker",
+        "--reranker",
+        metavar="MODEL",
+        help="A cross-encoder that orders what was found: a folder or a hub id (none).",
+    ),
+)
+filter_option = click.option(
+    "--filter",
+    "filters",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Only documents with this metadata. Repeatable.",
 )
 speculate_option = config_option(
     "speculation.mode",

@@ -25,6 +25,7 @@ from kvweave.cli.options import (
     pass_config,
     planning_options,
     reuse_option,
+    search_options,
     speculate_option,
     store_options,
     system_option,
@@ -36,6 +37,7 @@ from kvweave.paths import kb_root
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
     from kvweave.serve.limits import Limits
+    from kvweave.serve.model_names import RequestDefaults
     from kvweave.serve.origins import OriginRules
     from kvweave.serve.server import Server
 
@@ -44,7 +46,8 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests 
 MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
 OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
-CLOSE_S = 10.0  # for closing in order then
+END_S = 30.0  # for all of it to end then
+CLOSE_S = 10.0  # and for closing in order, once nothing is served any more
 
 
 def _mib(amount: float) -> int:
@@ -85,6 +88,18 @@ def _gib(amount: float) -> int:
     "--encoding",
     help="Encoding context of chunk KV, such as isolated or filler:4.",
 )
+@search_options
+@config_option(
+    "library.rewrite",
+    "--rewrite/--no-rewrite",
+    help="Search for follow-ups as the model puts them (off).",
+)
+@config_option(
+    "library.nothing_found",
+    "--nothing-found",
+    type=click.Choice(["say", "answer"]),
+    help="Where no chunk is found: say so, or answer from nothing (say).",
+)
 @system_option
 @reuse_option
 @planning_options
@@ -94,12 +109,26 @@ def _gib(amount: float) -> int:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
 )
+@config_option(
+    "server.aliases",
+    "--alias",
+    multiple=True,
+    to_key=tuple,
+    metavar="NAME",
+    help="Another name that requests may call the model by. Repeatable.",
+)
 @speculate_option
 @config_option(
     "server.log_format",
     "--log-format",
     type=click.Choice(["human", "json"]),
     help="Log every request, as text or as JSON lines; warnings alone if left out.",
+)
+@config_option(
+    "server.log_level",
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="From which level on lines are written (warning; info with --log-format).",
 )
 @config_option(
     "server.running", "--running", type=click.IntRange(1), help="Answers computed at once [64]."
@@ -152,6 +181,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
+    from kvweave.serve.observe.tracing import configure_tracing
     from kvweave.serve.server import Prepare, Server, ServerLifecycle
     from kvweave.serve.ui.config import PageConfig
 
@@ -171,13 +201,14 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             # else nothing is fused at first: idle time measures once something is
             steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
         url = url_of(server_config.host, listener.getsockname()[1])
-        configure_logs(server_config.log_format)
+        configure_logs(server_config.log_format, server_config.log_level)
+        configure_tracing()
         server = Server(
             weave,
             limits=limits,
             libraries=libraries,
             door=Door(keys, origins),
-            sampling=given(config.sampling),
+            usual=make_defaults(config),
             page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
             lifecycle=ServerLifecycle(
                 prepare=steps,
@@ -187,6 +218,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,
                 stuck_s=server_config.engine_s,
+                on_broken=lambda why: end_by_force(END_S),
             ),
         )
         run_server(server, weave, libraries, listener)
@@ -207,6 +239,12 @@ def make_limits(server: ServerSettings) -> "Limits":
         tenant_kbs=server.tenant_kbs,
         tenant_bytes=server.tenant_bytes,
     )
+
+
+def make_defaults(config: WeaveConfig) -> "RequestDefaults":
+    from kvweave.serve.model_names import RequestDefaults
+
+    return RequestDefaults(given(config.sampling), config.server.aliases or ())
 
 
 def _room_for_connections() -> int:
@@ -367,10 +405,16 @@ def _leave_broken(why: str) -> None:
     """End with a code of its own, for whoever watches to start another. In order if that can be
     done: what the engine held up may never end."""
     click.echo(f"Error: {why}; start it again", err=True)
-    late = threading.Timer(CLOSE_S, os._exit, (BROKEN_CODE,))
+    end_by_force(CLOSE_S)
+    raise click.exceptions.Exit(BROKEN_CODE)
+
+
+def end_by_force(seconds: float) -> None:
+    """End the process so many seconds from now, if it has not ended by then: connections and what
+    the engine holds up may keep it for ever."""
+    late = threading.Timer(seconds, os._exit, (BROKEN_CODE,))
     late.daemon = True
     late.start()
-    raise click.exceptions.Exit(BROKEN_CODE)
 
 
 class Closable(Protocol):

@@ -11,19 +11,26 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.corpus.database import Database
 from kvweave.corpus.embedder import Vectors
+from kvweave.corpus.metadata import MetadataFilter, MetadataValue
 from kvweave.corpus.removals import KEEP_S, prune, removed_since
 from kvweave.errors import CorpusDamaged
 from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
 VectorIds = NDArray[np.int64]
 AMONG = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
+# the fields of DocumentInfo
+INFO = (
+    "document_id, source, title, num_chars, num_chunks, num_tokens, added_at,"
+    " (SELECT json_group_object(key, value) FROM metadata AS m"
+    " WHERE m.document_id = documents.document_id)"
+)
 
 
 class DocumentInfo(NamedTuple):
@@ -36,6 +43,7 @@ class DocumentInfo(NamedTuple):
     num_chunks: int
     num_tokens: int
     added_at: float  # seconds since 1970
+    metadata: dict[str, MetadataValue]  # as its owner gave it
 
 
 class FoundChunk(NamedTuple):
@@ -113,21 +121,18 @@ class Catalogue:
         """By source and age: all, or at most `limit` of those behind the document `after`, none if
         that is not there."""
         rows = self._db.execute(
-            "SELECT document_id, source, title, num_chars, num_chunks, num_tokens, added_at"
-            " FROM documents WHERE ?1 IS NULL OR (source, added_at, document_id) >"
+            f"SELECT {INFO} FROM documents WHERE ?1 IS NULL OR (source, added_at, document_id) >"
             " (SELECT source, added_at, document_id FROM documents WHERE document_id = ?1)"
             " ORDER BY source, added_at, document_id LIMIT ?2",
             (after, -1 if limit is None else limit),
         )
-        return [DocumentInfo(*row) for row in rows]
+        return [_info(row) for row in rows]
 
     def document(self, document_id: DocumentId) -> DocumentInfo | None:
         row = self._db.execute(
-            "SELECT document_id, source, title, num_chars, num_chunks, num_tokens, added_at"
-            " FROM documents WHERE document_id = ?",
-            (document_id,),
+            f"SELECT {INFO} FROM documents WHERE document_id = ?", (document_id,)
         ).fetchone()
-        return None if row is None else DocumentInfo(*row)
+        return None if row is None else _info(row)
 
     def places_of(self, chunk_id: ChunkId) -> list[tuple[DocumentId, int]]:
         """The documents that hold a chunk, by id, and the place it has in each."""
@@ -146,6 +151,16 @@ class Catalogue:
             (document_id, ordinal),
         ).fetchone()
         return None if row is None else ChunkId(row[0])
+
+    def chars_of(self, document_id: DocumentId, chunk_id: ChunkId) -> tuple[int, int] | None:
+        """The characters of a document that a chunk covers, [start, end); of several places the
+        first. None: it is not there."""
+        row = self._db.execute(
+            "SELECT char_start, char_end FROM document_chunks JOIN chunks USING (vector_id)"
+            " WHERE document_id = ? AND chunk_id = ? ORDER BY ordinal LIMIT 1",
+            (document_id, chunk_id),
+        ).fetchone()
+        return None if row is None else (int(row[0]), int(row[1]))
 
     def num_chunks(self) -> int:
         (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
@@ -211,15 +226,30 @@ class Catalogue:
         assert all(vector.shape == (dim,) for vector in found.values()), "of another embedder"
         return {chunk_id: v.astype(np.float32, copy=False) for chunk_id, v in found.items()}
 
-    def chunks_of_vectors(self, vector_ids: Sequence[int]) -> dict[int, FoundChunk]:
-        """Those that exist, by vector id: a hit of an index that lags behind may be gone."""
+    def chunks_of_vectors(
+        self, vector_ids: Sequence[int], among: MetadataFilter | None = None
+    ) -> dict[int, FoundChunk]:
+        """Those that exist, by vector id: a hit of an index that lags behind may be gone. Those
+        alone that stand in a document that a filter holds for."""
+        query, parameters = among.documents_query() if among else ("", [])
         rows = self._db.execute(
             "SELECT vector_id, chunk_id, title, text, token_ids, (SELECT min(document_id)"
-            " FROM document_chunks AS d WHERE d.vector_id = chunks.vector_id) FROM chunks"
-            f" WHERE vector_id IN {AMONG}",
-            (json.dumps([int(i) for i in vector_ids]),),
+            " FROM document_chunks AS d WHERE d.vector_id = chunks.vector_id"
+            f"{f' AND document_id IN ({query})' if query else ''}) AS holder FROM chunks"
+            f" WHERE vector_id IN {AMONG} AND holder IS NOT NULL",
+            (*parameters, json.dumps([int(i) for i in vector_ids])),
         )
         return {row[0]: FoundChunk(_chunk(row[1:5]), DocumentId(row[5])) for row in rows}
+
+    def vectors_where(self, among: MetadataFilter) -> VectorIds:
+        """Ids of the vectors of documents that a filter holds for, ascending."""
+        query, parameters = among.documents_query()
+        rows = self._db.execute(
+            f"SELECT DISTINCT vector_id FROM document_chunks WHERE document_id IN ({query})"
+            " ORDER BY vector_id",
+            parameters,
+        ).fetchall()
+        return _int64(rows)
 
     def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
         """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""
@@ -288,11 +318,17 @@ class Catalogue:
         found = np.frombuffer(data, dtype="<f4").reshape(len(rows), dim)
         return _int64(rows), found.astype(np.float32, copy=False)
 
-    def match_words(self, expression: str, k: int) -> list[tuple[int, float]]:
-        """(vector id, BM25 score) of the best chunks for an FTS5 expression, best first."""
+    def match_words(
+        self, expression: str, k: int, among: MetadataFilter | None = None
+    ) -> list[tuple[int, float]]:
+        """(vector id, BM25 score) of the best chunks for an FTS5 expression, best first; of
+        documents that a filter holds for."""
+        query, parameters = among.documents_query() if among else ("", [])
+        holders = f"(SELECT vector_id FROM document_chunks WHERE document_id IN ({query}))"
         rows = self._db.execute(
-            "SELECT rowid, -rank FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?",
-            (expression, k),
+            f"SELECT rowid, -rank FROM words WHERE words MATCH ?"
+            f"{f' AND rowid IN {holders}' if query else ''} ORDER BY rank, rowid LIMIT ?",
+            (expression, *parameters, k),
         )
         return [(int(vector_id), float(score)) for vector_id, score in rows]
 
@@ -306,6 +342,8 @@ class Catalogue:
             "chunks that no document uses": "SELECT count(*) FROM chunks WHERE num_uses < 1",
             "documents with missing chunks": "SELECT count(*) FROM documents d WHERE num_chunks !="
             " (SELECT count(*) FROM document_chunks c WHERE c.document_id = d.document_id)",
+            "metadata without a document": "SELECT count(*) FROM metadata WHERE"
+            " document_id NOT IN (SELECT document_id FROM documents)",
             "chunk rows without a document": "SELECT count(*) FROM document_chunks WHERE"
             " document_id NOT IN (SELECT document_id FROM documents)",
         }
@@ -374,6 +412,10 @@ class Catalogue:
                     sum(len(p.chunk.token_ids) for p in placed),
                     time.time(),
                 ),
+            )
+            db.executemany(
+                "INSERT INTO metadata VALUES (?, ?, ?)",
+                [(document.id, key, value) for key, value in document.metadata.items()],
             )
             db.executemany(
                 "INSERT INTO document_chunks VALUES (?, ?, ?, ?, ?)",
@@ -468,6 +510,7 @@ class Catalogue:
             f"SELECT DISTINCT vector_id FROM document_chunks WHERE document_id IN {AMONG}", (ids,)
         ).fetchall()
         db.execute(f"DELETE FROM document_chunks WHERE document_id IN {AMONG}", (ids,))
+        db.execute(f"DELETE FROM metadata WHERE document_id IN {AMONG}", (ids,))
         db.execute(f"DELETE FROM documents WHERE document_id IN {AMONG}", (ids,))
         return [vector_id for (vector_id,) in rows]
 
@@ -497,6 +540,11 @@ class Catalogue:
             (json.dumps(list(ids)),),
         )
         return {ChunkId(chunk_id): vector_id for chunk_id, vector_id in rows}
+
+
+def _info(row: Sequence[Any]) -> DocumentInfo:
+    *plain, metadata = row
+    return DocumentInfo._make([*plain, json.loads(metadata)])
 
 
 def _chunk(row: Sequence[object]) -> Chunk:

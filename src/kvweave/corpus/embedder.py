@@ -185,7 +185,8 @@ class SentenceEmbedder:
             from transformers.utils import logging as transformers_logging
         except ImportError as error:
             raise ConfigError(
-                f"embedding needs sentence-transformers ({error}); pip install 'kvweave[rag]'"
+                f"the embedder {self.name!r} needs sentence-transformers ({error}); "
+                "pip install 'kvweave[embedders]', or take minilm"
             ) from error
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
         try:

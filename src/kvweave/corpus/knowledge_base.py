@@ -24,7 +24,7 @@ from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
 from kvweave.corpus.kb_folder import CATALOGUE, create_folder, writer_lock
 from kvweave.corpus.live_index import LiveIndex
-from kvweave.corpus.search import ChunkSearch, Mode
+from kvweave.corpus.search import ChunkSearch, SearchOptions
 from kvweave.corpus.settings import (
     KnowledgeBaseSettings,
     check_settings,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvweave.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+BY_VECTOR = SearchOptions()
 
 
 class KnowledgeBase:
@@ -102,6 +104,13 @@ class KnowledgeBase:
                 write_settings(folder, settings)
         return cls(folder, settings, tokenizer=tokenizer, embedder=embedder, api_key=api_key)
 
+    def set_order(self, order: str | None) -> None:
+        """Whether chunks may move in the prompts of questions that do not say it; None: as is
+        configured. Other processes see it when they open it again."""
+        with writer_lock(self.folder):
+            self.settings = replace(read_settings(self.folder) or self.settings, order=order)
+            write_settings(self.folder, self.settings)
+
     def close(self) -> None:
         self.catalogue.close()
 
@@ -113,19 +122,20 @@ class KnowledgeBase:
 
     # ── searching ────────────────────────────────────────────────────────────
 
-    def search(self, query: str | Vector, k: int, *, mode: Mode = "vector") -> list[Hit]:
-        """The k best chunks, best first. A vector may stand for a query embedded before."""
-        *_, final = self.search_staged(query, k, 1, mode=mode)
+    def search(self, query: str | Vector, k: int, how: SearchOptions = BY_VECTOR) -> list[Hit]:
+        """The k best chunks, best first. A vector may stand for a query embedded before, where
+        words are not needed."""
+        *_, final = self.search_staged(query, k, 1, how)
         return final
 
     def search_staged(
-        self, query: str | Vector, k: int, stages: int, *, mode: Mode = "vector"
+        self, query: str | Vector, k: int, stages: int, how: SearchOptions = BY_VECTOR
     ) -> Iterator[list[Hit]]:
         """The current top-k after each of at most `stages` stages; the last is `search`'s answer.
 
         The caller may stop at any time and may take its time between stages.
         """
-        yield from self._search.staged(query, k, stages, mode, self._embed_query)
+        yield from self._search.staged(query, k, stages, how, self._embed_query)
 
     def load_index(self) -> None:
         """Bring the vector index up to date, from disk if need be, so that a search finds it so."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.metadata import MetadataFilter
 
 WORD = re.compile(r"\w+")
 MAX_WORDS = 64  # a question, not a document
@@ -30,10 +31,12 @@ def match_expression(query: str) -> str | None:
     return " OR ".join(f'"{word}"' for word in telling[:MAX_WORDS]) or None
 
 
-def search_words(catalogue: Catalogue, query: str, k: int) -> list[tuple[int, float]]:
+def search_words(
+    catalogue: Catalogue, query: str, k: int, among: MetadataFilter | None = None
+) -> list[tuple[int, float]]:
     """(vector id, score), best first."""
     expression = match_expression(query)
-    return [] if expression is None else catalogue.match_words(expression, k)
+    return [] if expression is None else catalogue.match_words(expression, k, among)
 
 
 def fuse_ranks(rankings: Sequence[Sequence[int]], k: int) -> list[tuple[int, float]]:

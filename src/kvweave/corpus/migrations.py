@@ -88,6 +88,16 @@ MIGRATIONS: tuple[str, ...] = (
     UPDATE removals SET removed_at = CAST(strftime('%s', 'now') AS REAL);
     ALTER TABLE state ADD COLUMN pruned INTEGER NOT NULL DEFAULT 0;
     """,
+    # 6: what a document's owner says of it; a value is a text or a number, as it was given
+    """
+    CREATE TABLE metadata (
+        document_id TEXT NOT NULL REFERENCES documents,
+        key         TEXT NOT NULL,
+        value       NOT NULL,
+        PRIMARY KEY (document_id, key)
+    ) WITHOUT ROWID;
+    CREATE INDEX metadata_by_value ON metadata (key, value);
+    """,
 )
 
 

@@ -1,17 +1,52 @@
-"""Finds chunks: by vector, by words, by both; and the chunks most like a given one."""
+"""Finds chunks: by vector, by words, by both, among some documents or all; and the chunks most like
+a given one."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from kvweave.corpus.catalogue import Catalogue
+import numpy as np
+
+from kvweave.corpus.catalogue import Catalogue, VectorIds
 from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.corpus.live_index import LiveIndex
+from kvweave.corpus.metadata import MetadataFilter
+from kvweave.corpus.reranker import find_reranker
 from kvweave.errors import RequestError
 from kvweave.types import Chunk, ChunkId, Hit
 
-Mode = Literal["vector", "words", "hybrid"]
-MODES: tuple[Mode, ...] = ("vector", "words", "hybrid")
+Retrieval = Literal["vector", "words", "hybrid"]
+RETRIEVALS: tuple[Retrieval, ...] = ("vector", "words", "hybrid")
+SCANNED = 4096  # vectors of a filter's documents that are compared one by one
+RERANKED, LEAST_RERANKED = 4, 20  # times k, and at least: what a reranker sees
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How chunks are found. Raises RequestError if it cannot be meant.
+
+    Scores are of the kind of search: cosines by vector, BM25 by words, sums of reciprocal ranks by
+    both (first in both lists is 2/61), the reranker's own where there is one.
+    """
+
+    retrieval: Retrieval = "vector"
+    min_score: float | None = None  # chunks below it are left out; None: none are
+    filter: MetadataFilter = field(default_factory=MetadataFilter)  # of their documents
+    reranker: str | None = None  # by name; None: none
+
+    def __post_init__(self) -> None:
+        if self.retrieval not in RETRIEVALS:
+            known = ", ".join(RETRIEVALS)
+            raise RequestError(f"retrieval {self.retrieval!r} is unknown; known: {known}")
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            raise RequestError(f"min_score {self.min_score} is no number; give one such as 0.3")
+
+    @property
+    def is_staged(self) -> bool:
+        """A search may say what it has so far: later stages only add."""
+        return self.retrieval == "vector" and not self.filter and self.reranker is None
 
 
 class ChunkSearch:
@@ -27,29 +62,84 @@ class ChunkSearch:
         query: str | Vector,
         k: int,
         stages: int,
-        mode: Mode,
+        how: SearchOptions,
         embed_query: Callable[[str], Vector],
     ) -> Iterator[list[Hit]]:
         """See `KnowledgeBase.search_staged`. `embed_query` is called where a vector is needed."""
-        if mode not in MODES:
-            raise RequestError(f"no search mode {mode!r}; known: {', '.join(MODES)}")
         if k < 1 or stages < 1:
             raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
-        if mode == "vector":
+        needs_words = how.retrieval != "vector" or how.reranker is not None
+        if needs_words and not isinstance(query, str):
+            by = how.retrieval if how.reranker is None else "reranker"
+            raise RequestError(f"a search by {by} needs the query's words, not its vector")
+        if how.reranker is not None:
+            assert isinstance(query, str), "looked at above"
+            yield self._reranked(query, k, how, embed_query)
+            return
+        for hits in self._found(query, k, stages, how, embed_query):
+            least = -math.inf if how.min_score is None else how.min_score
+            yield [hit for hit in hits if hit.score >= least]
+
+    def _found(
+        self,
+        query: str | Vector,
+        k: int,
+        stages: int,
+        how: SearchOptions,
+        embed_query: Callable[[str], Vector],
+    ) -> Iterator[list[Hit]]:
+        allowed = self._catalogue.vectors_where(how.filter) if how.filter else None
+        if how.retrieval == "vector":
             vector = embed_query(query) if isinstance(query, str) else query
+            if allowed is not None:
+                yield self._hits(_scored(self._among(vector, k, allowed)), how.filter)
+                return
             for found in self._live.search_staged(vector, k, stages):
                 yield self._hits(_scored(found))
             return
-        if not isinstance(query, str):
-            raise RequestError(f"a search by {mode} needs the query's words, not its vector")
-        if mode == "words":
-            yield self._hits(search_words(self._catalogue, query, k))
+        assert isinstance(query, str), "looked at by `staged`"
+        if how.retrieval == "words":
+            yield self._hits(search_words(self._catalogue, query, k, how.filter), how.filter)
             return
         vector = embed_query(query)
         depth = max(50, 4 * k)  # a chunk that both rank low may still win together
-        words = [vector_id for vector_id, _ in search_words(self._catalogue, query, depth)]
+        matches = search_words(self._catalogue, query, depth, how.filter)
+        words = [vector_id for vector_id, _ in matches]
+        if allowed is not None:
+            near = self._among(vector, depth, allowed)
+            yield self._hits(fuse_ranks([near.ids.tolist(), words], k), how.filter)
+            return
         for found in self._live.search_staged(vector, depth, stages):
             yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
+
+    def _reranked(
+        self, query: str, k: int, how: SearchOptions, embed_query: Callable[[str], Vector]
+    ) -> list[Hit]:
+        assert how.reranker is not None, "`staged` looked"
+        seen = max(RERANKED * k, LEAST_RERANKED)
+        plain = replace(how, reranker=None, min_score=None)
+        *_, hits = self._found(query, seen, 1, plain, embed_query)
+        scores = find_reranker(how.reranker).scores(query, [hit.chunk.text for hit in hits])
+        scored = [hit._replace(score=score) for hit, score in zip(hits, scores, strict=True)]
+        least = -math.inf if how.min_score is None else how.min_score
+        best = sorted(scored, key=lambda hit: -hit.score)  # equal ones stay as they were found
+        return [hit for hit in best if hit.score >= least][:k]
+
+    def _among(self, vector: Vector, k: int, allowed: VectorIds) -> IndexHits:
+        """The nearest of these vectors: a few are compared one by one, of many the index finds more
+        and more until enough of them are among those."""
+        if len(allowed) <= SCANNED:
+            ids, vectors = self._catalogue.vectors(allowed, self._dim)
+            scores = (vectors.astype(np.float64) * vector).sum(axis=1).astype(np.float32)
+            best = np.lexsort((ids, -scores))[:k]
+            return IndexHits(ids[best], scores[best])
+        wanted = k
+        while True:
+            found = self._live.search(vector, wanted)
+            is_in = np.isin(found.ids, allowed)
+            if is_in.sum() >= k or len(found.ids) < wanted:
+                return IndexHits(found.ids[is_in][:k], found.scores[is_in][:k])
+            wanted *= 4
 
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """See `KnowledgeBase.nearest`."""
@@ -72,9 +162,13 @@ class ChunkSearch:
                 return tuple(others[:n])
             k *= 4
 
-    def _hits(self, found: Sequence[tuple[int, float]]) -> list[Hit]:
-        """Vectors whose chunk went since they were found are left out."""
-        there = self._catalogue.chunks_of_vectors([vector_id for vector_id, _ in found])
+    def _hits(
+        self, found: Sequence[tuple[int, float]], among: MetadataFilter | None = None
+    ) -> list[Hit]:
+        """Vectors whose chunk went since they were found are left out. Documents are of those that
+        a filter holds for."""
+        ids = [vector_id for vector_id, _ in found]
+        there = self._catalogue.chunks_of_vectors(ids, among)
         return [
             Hit(there[vector_id].chunk, score, there[vector_id].document)
             for vector_id, score in found

@@ -1,4 +1,4 @@
-"""kb.json: what a knowledge base was made with. Written once, checked at every opening."""
+"""kb.json: what a knowledge base was made with, checked at every opening, and its usual order."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -16,7 +16,8 @@ CHUNK_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class KnowledgeBaseSettings:
-    """All of it fixes bytes that are stored, so none of it changes later, except `index`."""
+    """All of it fixes bytes that are stored, so none of it changes later, except `index` and
+    `order`."""
 
     tokenizer: str  # fingerprint of the serving model's tokenizer
     embedder: str  # the name to load the embedder by
@@ -25,12 +26,16 @@ class KnowledgeBaseSettings:
     chunk_tokens: int = CHUNK_TOKENS  # at most so many tokens per chunk, title line included
     index: str = AUTO  # auto, flat, ivf, hnsw, or the URL of a Qdrant server
     uid: str = ""  # tells collections of a shared server apart
+    order: str | None = None  # of chunks, for questions that do not say it; None: as configured
     version: int = VERSION
 
 
 def write_settings(folder: Path, settings: KnowledgeBaseSettings) -> None:
     with atomic_file(folder / FILE) as file:
-        file.write(json.dumps(asdict(settings), indent=1).encode() + b"\n")
+        kept = asdict(settings)
+        if settings.order is None:  # an older kvweave, which does not know it, reads the rest
+            del kept["order"]
+        file.write(json.dumps(kept, indent=1).encode() + b"\n")
 
 
 def read_settings(folder: Path) -> KnowledgeBaseSettings | None:

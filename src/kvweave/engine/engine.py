@@ -75,6 +75,7 @@ class Engine:
         self._worker = Worker(
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
         )
+        decoder.on_layer = self._worker.beat
         self._refusals = [
             *recordings_of(decoder).refusals,  # of what fused prompts play
             *runner.refusals,

@@ -26,7 +26,7 @@ from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
-from kvweave.errors import RequestError
+from kvweave.errors import PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.model.decoder import Decoder
 
@@ -118,7 +118,7 @@ class Lifecycle:
             room=min(
                 len(request.forced) or request.sampling.max_tokens, self._most_tokens() - len(ids)
             ),
-            sampler=Sampler(request.sampling),
+            sampler=_sampler(request),
             kv=self._pages.empty_kv(),
             as_of=self._prefixes.as_of(request),
             path=path_of(request.namespace, request.preamble, request.chunks),
@@ -132,7 +132,7 @@ class Lifecycle:
         check_prompt(prompt_ids, spec.vocab_size, spec.max_context)
         most = self._pages.most_tokens
         if len(prompt_ids) >= most:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {len(prompt_ids)} tokens, the KV pool holds {most} with the "
                 "answer; send less text or give the engine more pool_tokens"
             )
@@ -306,3 +306,8 @@ def _is_close_call(sequence: EngineSequence, logits: Tensor) -> bool:
         return False
     first, second = logits.topk(2).values.tolist()
     return bool(first - second < part.close_call)
+
+
+def _sampler(request: EngineRequest) -> Sampler:
+    constraint = None if request.constraint is None else request.constraint()
+    return Sampler(request.sampling, constraint)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 
 from kvweave.engine.sampling import Choice, Sampler, Sampling
-from kvweave.errors import RequestError
+from kvweave.errors import PromptTooLong, RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
@@ -31,11 +31,12 @@ def generate(
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, max_context: int) -> None:
-    """Raise RequestError unless the prompt leaves room for at least one token."""
+    """Raise RequestError unless the prompt leaves room for at least one token; PromptTooLong where
+    it is that."""
     if not prompt_ids:
         raise RequestError("the prompt is empty; say something")
     if len(prompt_ids) >= max_context:
-        raise RequestError(
+        raise PromptTooLong(
             f"the prompt has {len(prompt_ids)} tokens, the model's context holds {max_context} "
             "with the answer; send less text or fewer documents"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvweave.engine.sampling import Choice, Sampling
+from kvweave.engine.sampling import Choice, Sampling, TokenConstraint
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import PromptChunk
@@ -80,6 +80,7 @@ class EngineRequest:
     background: bool = False
     forced: tuple[int, ...] = ()
     watched: int = 0
+    constraint: Callable[[], TokenConstraint] | None = None  # of the answer; None: any token
 
     @property
     def prompt_ids(self) -> list[int]:

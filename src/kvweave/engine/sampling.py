@@ -8,11 +8,14 @@ A draw goes down from the likeliest token until it has passed as much probabilit
 mostly ends among the first few: the whole vocabulary is sorted only where it goes on beyond those.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.errors import ModelError, RequestError
@@ -20,6 +23,7 @@ from kvweave.errors import ModelError, RequestError
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller ones would round to 0
 NO_NUMBERS = "the model gave logits that are no numbers; nothing can be drawn"
+ANSWER_PENALTIES = ("presence_penalty", "frequency_penalty")
 FIRST_LOOK = 256  # of the likeliest tokens, before all are sorted
 
 
@@ -36,6 +40,10 @@ class Sampling:
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
     logprobs: int | None = None  # alternatives to report per token; None reports nothing
     stop_loops: bool = True  # end an answer that only repeats itself: see text/loops.py
+    # taken off the logit of a token that the answer has: once, and for each time it has it
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    json_schema: str | None = None  # the answer is JSON that this schema, itself JSON, describes
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wants: str) -> None:
@@ -48,7 +56,7 @@ class Sampling:
         whole |= {n: getattr(self, n) for n in ("seed", "logprobs") if getattr(self, n) is not None}
         for name, value in whole.items():
             check(type(value) is int, name, "a whole number")
-        for name in ("temperature", "top_p", "repetition_penalty"):
+        for name in ("temperature", "top_p", "repetition_penalty", *ANSWER_PENALTIES):
             check(type(getattr(self, name)) in (int, float), name, "a number")
         check(type(self.stop_loops) is bool, "stop_loops", "true or false")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -58,6 +66,8 @@ class Sampling:
         check(
             0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "between 0.01 and 100"
         )
+        for name in ANSWER_PENALTIES:
+            check(-2.0 <= getattr(self, name) <= 2.0, name, "between -2 and 2")
         check(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         check(all(self.stop), "stop", "made of non-empty strings")
         check(
@@ -65,6 +75,18 @@ class Sampling:
             "logprobs",
             f"between 0 and {MAX_TOP_LOGPROBS}",
         )
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """The likeliest token is taken, and nothing else is asked for."""
+        is_unbent = self.repetition_penalty == 1.0 and not self.counts_answer
+        is_free = self.logprobs is None and self.json_schema is None
+        return self.temperature == 0.0 and is_unbent and is_free
+
+    @property
+    def counts_answer(self) -> bool:
+        """What the answer has so far bears on what comes next."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class Choice(NamedTuple):
@@ -75,13 +97,28 @@ class Choice(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()  # likeliest first
 
 
+class TokenConstraint(Protocol):
+    """Says which tokens may come next in one answer. Belongs to its sampler."""
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """These were given."""
+
+    def mask(self) -> NDArray[np.bool_]:
+        """For each token of the vocabulary whether it may come. Raises ModelError."""
+        ...
+
+
 class Sampler:
     """Draws the tokens of one request. Belongs to it; not for many threads."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, constraint: TokenConstraint | None = None) -> None:
+        """`constraint` None: any token may come."""
         self._sampling = sampling
+        self._constraint = constraint
+        self._shown: int | None = None  # of the ids, to the constraint; None: nothing yet
         self._generator = torch.Generator()  # on the host, so a seed means the same on any device
         self._seen = SeenTokens()
+        self._answer = AnswerTokens()
         if sampling.seed is None:
             self._generator.seed()
         else:
@@ -89,7 +126,14 @@ class Sampler:
 
     def choose(self, logits: Tensor, seen_ids: Sequence[int], forced: int | None = None) -> Choice:
         """The next token for logits [V]; `seen_ids` are the prompt's and answer's so far: those of
-        the last call, and perhaps more. A token that is `forced` is not drawn, only reported on."""
+        the last call, and perhaps more; the first call shows the prompt alone. A token that is
+        `forced` is not drawn, only reported on."""
+        if self._sampling.counts_answer:
+            self._answer.grow(seen_ids)
+        if self._constraint is not None:
+            if self._shown is not None:
+                self._constraint.take(seen_ids[self._shown :])
+            self._shown = len(seen_ids)
         token_id = self._draw(logits, seen_ids) if forced is None else forced
         if self._sampling.logprobs is None:
             return Choice(token_id, None)
@@ -103,6 +147,11 @@ class Sampler:
         if s.repetition_penalty != 1.0:
             seen = self._seen.of(seen_ids, logits)
             logits = _penalised(logits, seen, s.repetition_penalty)
+        if s.counts_answer:
+            logits = self._answer.lowered(logits, s.presence_penalty, s.frequency_penalty)
+        if self._constraint is not None:
+            may_come = torch.from_numpy(self._constraint.mask()).to(logits.device)
+            logits = logits.masked_fill(~may_come, -torch.inf)
         if s.temperature == 0.0:
             likeliest = logits.argmax()  # one that is no number, where there are some
             if not logits[likeliest].isfinite():
@@ -137,6 +186,29 @@ class SeenTokens:
             more = torch.tensor(new, dtype=torch.int64, device=like.device)
             self._ids = more if self._ids is None else torch.cat((self._ids, more))
         return self._ids
+
+
+class AnswerTokens:
+    """How often each token stands in an answer, as it grows: each is counted once."""
+
+    def __init__(self) -> None:
+        self._shown: int | None = None  # of the ids; None: nothing yet, the prompt comes first
+        self._counts: Counter[int] = Counter()
+
+    def grow(self, seen_ids: Sequence[int]) -> None:
+        """Take in what stands behind the ids of the last call."""
+        if self._shown is not None:
+            self._counts.update(seen_ids[self._shown :])
+        self._shown = len(seen_ids)
+
+    def lowered(self, logits: Tensor, presence: float, frequency: float) -> Tensor:
+        """Logits [V], less the penalties of what the answer has. Others may own the given ones:
+        they stay as they are."""
+        if not self._counts:
+            return logits
+        ids = torch.tensor(list(self._counts), device=logits.device)
+        times = torch.tensor(list(self._counts.values()), dtype=logits.dtype, device=logits.device)
+        return logits.index_put((ids,), logits[ids] - presence - frequency * times)
 
 
 def _walk(scores: Tensor, look: int, *, is_all: bool, top_p: float, drawn: float) -> int | None:

@@ -123,8 +123,4 @@ class EngineSequence:
 
 def is_plainly_greedy(sequences: Sequence[EngineSequence]) -> bool:
     """Whether all of them take the likeliest token and nothing else is asked for."""
-    samplings = [sequence.request.sampling for sequence in sequences]
-    return all(
-        s.temperature == 0.0 and s.repetition_penalty == 1.0 and s.logprobs is None
-        for s in samplings
-    )
+    return all(sequence.request.sampling.is_plainly_greedy for sequence in sequences)

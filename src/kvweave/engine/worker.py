@@ -29,7 +29,7 @@ T = TypeVar("T")
 class Pulse(NamedTuple):
     """How the engine thread is."""
 
-    step_s: float  # that the step at hand has taken so far; 0: it is between two
+    step_s: float  # since the step at hand began, or had computed a layer; 0: it is between two
     failed_in_row: int  # requests that failed since the last token was handed out
 
 
@@ -61,6 +61,12 @@ class Worker:
         from_s = self._step_from_s
         step_s = 0.0 if from_s is None else time.monotonic() - from_s
         return Pulse(step_s, self._lifecycle.failed_in_row)
+
+    def beat(self) -> None:
+        """The step at hand gets on. On the engine thread, after a layer of whatever is computed: a
+        whole prompt may be one step."""
+        if self._step_from_s is not None:
+            self._step_from_s = time.monotonic()
 
     def abandon(self, error: BaseException) -> None:
         """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
@@ -150,6 +156,7 @@ class Worker:
         """Take in all that was posted before."""
         for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
             self._lifecycle.hear(self._inbox.take())
+            self.beat()
 
     def _work(self) -> None:
         """The life of the thread. What ends it against all expectation ends the requests that it

@@ -17,8 +17,9 @@ from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.fleet import Fleet, ReplicaLease
+from kvweave.gateway.guesses import PrefillGuess
 from kvweave.gateway.replica import Replica
-from kvweave.gateway.replies import ReplyReader, UpstreamEnd, check_status
+from kvweave.gateway.replies import MALFORMED, ReplyReader, UpstreamEnd, check_status
 from kvweave.plan.retrieval import SpeculationRecord
 
 
@@ -31,8 +32,8 @@ class AnswerStory:
     left_out: int = 0  # chunks that were found and not sent: the history holds them
     ordered_by: str = "given"
     sources: tuple[AnswerSource, ...] = ()
-    first: Replica | None = None  # to be asked before others: it has the prompt already
-    wait: Callable[[], None] | None = None  # for that prompt to be computed there
+    guess: PrefillGuess | None = None  # it is right: its replica has the prompt, or soon will
+    query: str | None = None  # what was searched for, where that is not the question itself
     on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
     speculation: Callable[[], SpeculationRecord | None] = field(default=lambda: None)
 
@@ -80,17 +81,23 @@ class RoutedAnswer:
         with self._lock:
             self._is_aborted = True
             exchange = self._exchange
+        if self._story.guess is not None:
+            self._story.guess.cancel()  # whoever waits for it, waits no longer
         if exchange is not None and self.answer is None:
             exchange.cut()
 
     def _make(self) -> Generator[Piece, None, None]:
         fleet, most = self._fleet, self._fleet.cfg.retry.most
         fleet.budget.asked()
-        if self._story.wait is not None:
-            self._story.wait()
+        guess = self._story.guess
+        if guess is not None:
+            guess.wait()  # `abort` ends it
+        first = None if guess is None else guess.replica
         tried: list[Replica] = []
         while not self._is_aborted:
-            lease = fleet.lease(self._request.prompt.routed, tried=tried, first=self._story.first)
+            lease = self._lease(tried, first)
+            if lease is None:
+                return
             tried.append(lease.replica)
             attempt = _Attempt(lease, self._request, self._story, len(tried))
             try:
@@ -107,6 +114,18 @@ class RoutedAnswer:
                 fleet.metrics.count("upstream_retries_total", upstream=lease.replica.name)
             finally:
                 lease.give_back(attempt.exchange)
+
+    def _lease(self, tried: list[Replica], first: Replica | None) -> ReplicaLease | None:
+        """None: nobody waits for the answer any more. Raises UpstreamError."""
+        prompt = self._request.prompt.routed
+        try:
+            return self._fleet.lease(
+                prompt, tried=tried, first=first, is_off=lambda: self._is_aborted
+            )
+        except UpstreamError:
+            if self._is_aborted:
+                return None
+            raise
 
     def _one(self, attempt: "_Attempt") -> Iterator[Piece]:
         exchange = attempt.exchange
@@ -184,6 +203,7 @@ class _Attempt:
             speculation=story.speculation(),
             stopped_because=end.stopped_because,
             sources=story.sources,
+            query=story.query,
             upstream=note,
         )
 
@@ -197,4 +217,6 @@ def _last_word(failure: UpstreamFailed, num_tried: int, most: int) -> Exception:
     if failure.status == 429:
         return UpstreamRefusal(429, str(failure), code="rate_limit_exceeded")
     how = f"{num_tried} attempts" if num_tried > most else "the budget of retries is used up"
+    if failure.status == MALFORMED:
+        return UpstreamRefusal(MALFORMED, f"{failure} ({how})", code="bad_gateway")
     return UpstreamError(f"{failure} ({how}); try again in a moment")

@@ -4,27 +4,38 @@ history with its chunks ─► search, stage by stage ─► dedup ─► order 
                                 └► guesses.py
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
+from kvweave.app.answer.citations import CitedAnswer
 from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
+from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
 from kvweave.app.answer.sources import RetrievedChunk, routed_sources
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError, PromptTooLong, RequestError
 from kvweave.gateway.answer import AnswerStory, RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.chunk_order import ChunkOrder
 from kvweave.gateway.fleet import Fleet, ReplicaLease
 from kvweave.gateway.guesses import PrefillGuess, ReadyRequest
-from kvweave.gateway.prompts import ChunkIds, PromptMaker, PromptWords
+from kvweave.gateway.prompts import (
+    ChunkIds,
+    PromptMaker,
+    PromptWords,
+    TextPrompts,
+    chat_messages,
+)
 from kvweave.kv.config import TierConfig
 from kvweave.plan.retrieval import (
     RetrievalResult,
@@ -50,12 +61,30 @@ class Upstreams:
     """What the parts of one gateway share."""
 
     fleet: Fleet
+    model: str  # that answers
     prompts: PromptMaker
     tokenizer: Tokenizer  # the model's, or one that only cuts and counts
     sampling: SamplingDefaults
     threads: ThreadPoolExecutor  # for guesses
     max_context: int | None
     remotes: Sequence[TierConfig] = ()  # tiers that upstreams share: what is removed goes there too
+
+    def of(self, model: str | None) -> "Upstreams":
+        """The same for another model. Its tokenizer is not here, so that prompts go as text. Raises
+        RequestError where no upstream has it."""
+        if model is None or model == self.model:
+            return self
+        known = self.fleet.models()
+        if model not in known:
+            names = ", ".join(map(repr, known))
+            raise RequestError(f"no upstream has a model {model!r}; they have {names}")
+        return replace(
+            self,
+            model=model,
+            prompts=TextPrompts(),
+            sampling=SamplingDefaults(self.sampling.configured),
+            max_context=known[model],
+        )
 
 
 class MadeRequest(NamedTuple):
@@ -70,6 +99,28 @@ class MadeRequest(NamedTuple):
 
 Generation = PrefillGuess | ReadyRequest
 StartGeneration = Callable[[Sequence[Hit], bool], Generation]
+
+
+class RoutedAnswerers:
+    """One for each model that is asked for. Any thread."""
+
+    def __init__(
+        self, upstreams: Upstreams, settings: AnswerSettings, kb: KnowledgeBase | None = None
+    ) -> None:
+        self._up = upstreams
+        self._settings = settings
+        self._kb = kb
+        self._lock = threading.Lock()
+        self._made: dict[str, RoutedAnswerer] = {}
+
+    def of(self, model: str | None) -> "RoutedAnswerer":
+        """None: the usual one. Raises RequestError where no upstream has the model."""
+        upstreams = self._up.of(model)
+        with self._lock:
+            if upstreams.model not in self._made:
+                made = RoutedAnswerer(upstreams, self._settings, self._kb)
+                self._made[upstreams.model] = made
+            return self._made[upstreams.model]
 
 
 class RoutedAnswerer:
@@ -87,16 +138,27 @@ class RoutedAnswerer:
 
     def check_reuse(self, reuse: str | None) -> None:
         """Raise ConfigError for a strategy that no upstream has."""
-        if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse():
+        if reuse not in (None, *PLAIN_REUSES) and not self._fleet.can_fuse(self._up.model):
             raise ConfigError(
                 f"reuse {reuse!r} needs chunk KV, and no upstream reuses it; leave it out, or run "
                 "upstreams with kvweave's connector"
             )
 
-    def answer(self, asked: Question, called_s: float) -> RoutedAnswer:
+    def answer(self, asked: Question, called_s: float) -> PieceStream:
         """The answer to a question, searched for. Nothing is sent for it yet, but guesses."""
         usual = self._settings.usual
-        asked = asked.filled(usual)
+        kb_order = None if self._kb is None else self._kb.settings.order
+        asked = self._rewritten(asked.filled(usual, kb_order))
+        texts: list[str] = []
+        try:
+            answering = self._begin(asked, called_s, texts)
+        except NothingFound:
+            return SaidAnswer(usual.nothing_text or NOTHING_TEXT, called_s, asked.query)
+        return CitedAnswer(answering, texts) if asked.cite else answering
+
+    def _begin(self, asked: Question, called_s: float, cited: list[str]) -> RoutedAnswer:
+        """The answer to a question in which nothing is left open; the texts of its chunks are added
+        to `cited`. Raises NothingFound."""
         try:
             self.check_reuse(asked.reuse)
         except ConfigError as error:
@@ -120,7 +182,20 @@ class RoutedAnswerer:
         story.on_first = heard
         story.sources = routed_sources(made.retrieved, made.request.prompt.places)
         story.left_out, story.ordered_by = made.left_out, made.ordered_by
+        story.query = asked.query
+        cited += [self._up.tokenizer.decode(chunk.token_ids) for chunk in made.retrieved]
         return RoutedAnswer(self._fleet, made.request, story)
+
+    def _rewritten(self, asked: Question) -> Question:
+        """A follow-up with the query that the model makes of it, where that is asked for."""
+        is_searched = asked.documents is None and self._kb is not None
+        if not (asked.rewrite and asked.history and is_searched):
+            return asked
+        tenant = asked.tenant or self._settings.tenant
+        messages = rewriting_messages(asked.question, asked.history)
+        request = UpstreamRequest(chat_messages(messages, tenant.encode()), SAMPLING, tenant)
+        made = RoutedAnswer(self._fleet, request, AnswerStory(time.perf_counter())).finish()
+        return replace(asked, query=read_rewritten(made.text))
 
     # ── searching ────────────────────────────────────────────────────────────
 
@@ -135,10 +210,13 @@ class RoutedAnswerer:
         """The request for the chunks nearest to a question, with guesses meanwhile."""
 
         def made(hits: Sequence[Hit]) -> MadeRequest:
+            holds_chunks = any(message.chunks for message in talk.messages)
+            if not hits and asked.nothing_found == "say" and not holds_chunks:
+                raise NothingFound
             texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
             return self._made(asked, talk, [RetrievedChunk.found(hit) for hit in hits], texts)
 
-        num_stages = self._num_stages(asked)
+        num_stages = self._num_stages(asked) if asked.search.is_staged else 1
         if num_stages == 1:
             hits = self._settings.look_up(lambda: self._search(kb, asked))
             story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
@@ -159,7 +237,7 @@ class RoutedAnswerer:
         story.retrieve_ms = (time.perf_counter() - story.called_s) * 1e3
         guess = got.generation
         if isinstance(guess, PrefillGuess):
-            story.first, story.wait = guess.replica, guess.wait
+            story.guess = guess
         story.speculation = lambda: _record(got.said, guess)
         return lists[id(guess)]
 
@@ -173,10 +251,13 @@ class RoutedAnswerer:
         return 1 if paces.prefill.row_s is None else paces.search.num_stages()
 
     def _search(self, kb: KnowledgeBase, asked: Question) -> list[Hit]:
-        vector = kb.embedder.embed_query(asked.question)
+        how = asked.search
+        if not how.is_staged:
+            return kb.search(asked.searched, asked.num_chunks, how)
+        vector = kb.embedder.embed_query(asked.searched)
         kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
-        hits = kb.search(vector, asked.num_chunks)
+        hits = kb.search(vector, asked.num_chunks, how)
         taken_s = time.perf_counter() - started_s
         self._settings.paces.search.searched(taken_s, [ids_of(hits)], 1)
         return hits
@@ -184,9 +265,9 @@ class RoutedAnswerer:
     def _speculate(
         self, kb: KnowledgeBase, asked: Question, start: StartGeneration, most: int
     ) -> RetrievalResult[Generation]:
-        vector = kb.embedder.embed_query(asked.question)
+        vector = kb.embedder.embed_query(asked.searched)
         num_stages = kb.num_stages(asked.num_chunks, most)
-        stages = kb.search_staged(vector, asked.num_chunks, num_stages)
+        stages = kb.search_staged(vector, asked.num_chunks, num_stages, asked.search)
         paces, mode = self._settings.paces, asked.speculate or self._speculation.mode
         row_s = paces.prefill.row_s
 
@@ -206,7 +287,7 @@ class RoutedAnswerer:
     def _learn(self, lease: ReplicaLease, made: MadeRequest, story: AnswerStory) -> None:
         """Learn the pace of an engine from a prompt that it had not seen."""
         num_tokens = made.request.prompt.num_tokens - lease.match.exact
-        if story.first is None and lease.replica.load == 1:
+        if story.guess is None and lease.replica.load == 1:
             self._settings.paces.prefill.computed(num_tokens, lease.held_s)
 
     # ── prompts ──────────────────────────────────────────────────────────────
@@ -224,13 +305,14 @@ class RoutedAnswerer:
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
         tenant = asked.tenant or self._settings.tenant
-        words = PromptWords(asked.question, new, system, talk.messages, tenant.encode())
+        salt, model = tenant.encode(), self._up.model
+        words = PromptWords(asked.question, new, system, talk.messages, salt, model)
         prompts = self._up.prompts
         ordered = self._order.choose(prompts.front(words, texts.__getitem__), new, asked.permission)
         prompt = prompts.make(words._replace(chunks=ordered.chunks), texts.__getitem__)
         most = self._up.max_context
         if most is not None and prompt.num_tokens >= most and prompt.chunks:
-            raise RequestError(
+            raise PromptTooLong(
                 f"the prompt has {prompt.num_tokens:,} tokens, the model's context {most:,}; ask "
                 "for fewer chunks"
             )

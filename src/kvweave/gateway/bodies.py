@@ -1,10 +1,11 @@
 """What is asked of an upstream, in the words it knows."""
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvweave.engine.sampling import Sampling
+from kvweave.engine.sampling import ANSWER_PENALTIES, Sampling
 from kvweave.gateway.cards import UpstreamCard, UpstreamKind
 from kvweave.gateway.prompts import CHAT, UpstreamPrompt
 
@@ -30,7 +31,7 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
     fields they do not know."""
     prompt, drawn = request.prompt, request.sampling
     body: dict[str, Any] = {
-        "model": card.model,
+        "model": prompt.routed.model or card.model,
         **prompt.content,
         "max_tokens": drawn.max_tokens,
         "temperature": drawn.temperature,
@@ -43,8 +44,14 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
         body["top_k"] = drawn.top_k
     if drawn.repetition_penalty != 1.0:
         body["repetition_penalty"] = drawn.repetition_penalty
+    for name in ANSWER_PENALTIES:
+        if (penalty := getattr(drawn, name)) != 0.0:
+            body[name] = penalty
     if drawn.seed is not None:
         body["seed"] = drawn.seed
+    if drawn.json_schema is not None:
+        made = {"name": "answer", "schema": json.loads(drawn.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": made}
     if drawn.stop:
         body["stop"] = list(drawn.stop)
     if drawn.logprobs is not None:
@@ -57,6 +64,9 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
     if card.kind is UpstreamKind.KVWEAVE:
         body["top_k"], body["repetition_penalty"] = drawn.top_k, drawn.repetition_penalty
         body["top_p"], body["stop_loops"] = drawn.top_p, drawn.stop_loops
+        body |= {
+            name: getattr(drawn, name) for name in ANSWER_PENALTIES
+        }  # 0 too: its own may not be
     elif card.kind is UpstreamKind.VLLM and request.tenant:
         body["cache_salt"] = hashlib.sha256(request.tenant.encode()).hexdigest()
     if card.fuses and (transfer := _transfer(request, card)) is not None:

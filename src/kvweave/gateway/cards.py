@@ -1,10 +1,12 @@
-"""What an upstream is: which server, which model, and whether it fuses chunk KV."""
+"""What an upstream is: which server, which models, and whether it fuses chunk KV."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
 from kvweave.gateway.connections import Connections, UpstreamFailed
+from kvweave.gateway.refusals import refused
 
 PROBE_S = 30.0  # one token of an engine that may be busy
 
@@ -31,9 +33,15 @@ class UpstreamCard:
     """What an upstream says of itself."""
 
     kind: UpstreamKind
-    model: str  # as it calls it
+    model: str  # as it calls it; the first that it lists
     max_context: int | None = None  # tokens; None: it does not say
     fuses: bool = False  # takes kv_transfer_params and reuses chunk KV
+    others: tuple[tuple[str, int | None], ...] = ()  # further models, with their max_context
+
+    @property
+    def models(self) -> dict[str, int | None]:
+        """All that it lists, with the context of each."""
+        return {self.model: self.max_context, **dict(self.others)}
 
     @property
     def takes_ids(self) -> bool:
@@ -50,25 +58,43 @@ def read_card(
 ) -> UpstreamCard:
     """Ask an upstream what it is. Raises UpstreamFailed."""
     status, listed = connections.get("/v1/models", timeout_s)
-    if status in (401, 403):
-        raise UpstreamFailed(
-            f"{connections.url} refuses the gateway's key; set gateway.key_file", status
-        )
+    if status >= 400:
+        raise refused(connections.url, status, listed)
     try:
-        first: dict[str, Any] = listed["data"][0]
-        model = str(first["id"])
-    except (TypeError, LookupError):
+        found = [(str(each["id"]), each) for each in listed["data"] if _answers(each)]
+        model, first = found[0]
+        contexts = {name: _context(each) for name, each in found}
+    except (TypeError, LookupError, AttributeError):
         raise UpstreamFailed(f"{connections.url}/v1/models names no model", status) from None
     kind = _kind(str(first.get("owned_by", "")))
-    most = first.get("max_model_len") or (first.get("meta") or {}).get("n_ctx_train")
-    card = UpstreamCard(kind, model, most if isinstance(most, int) else None)
     if kind is UpstreamKind.KVWEAVE:
         fuses = first.get("kv_transfer") is True
     elif kind is UpstreamKind.VLLM and connector != "off":
         fuses = connector == "on" or _answers_probe(connections, model)
     else:
         fuses = False
-    return UpstreamCard(kind, model, card.max_context, fuses)
+    return UpstreamCard(
+        kind,
+        model,
+        contexts.pop(model),
+        fuses,
+        tuple(contexts.items()),
+    )
+
+
+def _answers(listed: Mapping[str, Any]) -> bool:
+    """Whether it is a model by itself: a kvweave also lists its embedder, and its knowledge bases,
+    which are not the gateway's."""
+    return listed.get("kind") not in ("kb", "embedder")
+
+
+def _context(listed: Mapping[str, Any]) -> int | None:
+    """Tokens of prompt and answer, by the names that servers have for it."""
+    meta = listed.get("meta")
+    most = listed.get("max_model_len")
+    if most is None and isinstance(meta, Mapping):
+        most = meta.get("n_ctx_train")
+    return most if isinstance(most, int) else None
 
 
 def _kind(owner: str) -> UpstreamKind:
@@ -76,7 +102,8 @@ def _kind(owner: str) -> UpstreamKind:
 
 
 def _answers_probe(connections: Connections, model: str) -> bool:
-    """A vLLM with our connector says so in its reply to a request of one token."""
+    """A vLLM with our connector says so in its reply to a request of one token. Raises
+    UpstreamFailed where it is too busy to say anything: it is asked again then."""
     probe = {
         "model": model,
         "prompt": [1],
@@ -85,7 +112,8 @@ def _answers_probe(connections: Connections, model: str) -> bool:
         "kv_transfer_params": {"kvweave": {"chunks": []}},  # refused there, in so many words
     }
     status, reply = connections.post("/v1/completions", probe, PROBE_S)
-    if status != 200 or not isinstance(reply, dict):
-        return False
-    told = (reply.get("kv_transfer_params") or {}).get("kvweave")
-    return isinstance(told, dict) and "way" in told
+    if status == 429 or status >= 500:
+        raise refused(connections.url, status, reply)
+    params = reply.get("kv_transfer_params") if isinstance(reply, Mapping) else None
+    told = params.get("kvweave") if isinstance(params, Mapping) else None
+    return status == 200 and isinstance(told, Mapping) and "way" in told

@@ -14,7 +14,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import UpstreamError
@@ -22,6 +22,7 @@ from kvweave.gateway.cards import UpstreamCard, read_card
 from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
+from kvweave.gateway.refusals import refused
 from kvweave.gateway.replica import Replica, ReplicaHealth
 from kvweave.gateway.retry_budget import RetryBudget
 from kvweave.metrics import Metrics, Sample
@@ -38,6 +39,7 @@ class RoutedPrompt(NamedTuple):
 
     parts: tuple[PromptPart, ...]
     salt: bytes  # whose it is: tenants share nothing
+    model: str = ""  # that shall answer it; "": whichever a replica has
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +48,7 @@ class RoutedPrompt(NamedTuple):
     @property
     def root(self) -> bytes:
         """What its paths begin with."""
-        return hashlib.blake2b(self.salt, digest_size=16).digest()
+        return hashlib.blake2b(self.salt, key=self.model.encode()[:64], digest_size=16).digest()
 
 
 class ReplicaLease:
@@ -131,9 +133,11 @@ class Fleet:
         tried: Collection[Replica] = (),
         first: Replica | None = None,
         may_wait: bool = True,
+        is_off: Callable[[], bool] = lambda: False,
     ) -> ReplicaLease:
         """The replica for a prompt: `first` if it takes requests, else the best of those that were
-        not `tried`, else any. Waits a while where none takes requests. Raises UpstreamError."""
+        not `tried`, else any. Waits a while where none takes requests, until `is_off` says that
+        nobody wants it any more. Raises UpstreamError."""
         give_up_s = time.monotonic() + (self.cfg.wait_s if may_wait else 0.0)
         paths = path_keys(prompt.root, prompt.parts)
         with self._changed:
@@ -150,8 +154,8 @@ class Fleet:
                         self._count_routed(replica, prompt, match)
                         return ReplicaLease(self, replica, match, to_compute)
                 left_s = give_up_s - time.monotonic()
-                if left_s <= 0:
-                    raise UpstreamError(f"no upstream takes requests: {self._states()}")
+                if left_s <= 0 or is_off():
+                    raise UpstreamError(self._none_left(prompt.model))
                 # a breaker's rest ends without a word
                 self._changed.wait(min(left_s, 0.1))
 
@@ -161,7 +165,7 @@ class Fleet:
         best: list[int] = []
         with self._changed:
             for replica in self._replicas:
-                if replica.is_open:
+                if replica.is_open and replica.has(prompt.model):
                     found = replica.mirror.order(path, parts)
                     best = max(best, found, key=lambda places: _tokens(parts, places))
         return best
@@ -170,7 +174,9 @@ class Fleet:
         """Whether some replica holds all of `prompt` with `parts` behind it."""
         path = path_keys(prompt.root, (*prompt.parts, *parts))[-1]
         with self._changed:
-            return any(r.mirror.has(path) for r in self._replicas if r.is_open)
+            return any(
+                r.mirror.has(path) for r in self._replicas if r.is_open and r.has(prompt.model)
+            )
 
     def pending_prefills(self) -> int:
         """Prompts that are being computed, on an average replica that takes requests."""
@@ -211,25 +217,49 @@ class Fleet:
 
     def look(self, replica: Replica) -> None:
         """Ask a replica how it is. Blocks for as long as `health_s` says; the health thread's."""
-        card = replica.card
+        card, why = replica.card, None
         try:
             if card is None:  # its first word, or it was away and may have come back as another
                 card = read_card(replica.connections, self.cfg.connector, self.cfg.health_s)
-            status, _ = replica.connections.get(card.health_path, self.cfg.health_s)
-            seen = ReplicaHealth.UP if status < 400 else ReplicaHealth.DRAINING
-        except UpstreamFailed:
-            seen = ReplicaHealth.DOWN
-        self._saw(replica, card, seen)
+            status, told = replica.connections.get(card.health_path, self.cfg.health_s)
+            seen = ReplicaHealth.UP
+            if status >= 400:
+                seen, why = ReplicaHealth.DRAINING, str(refused(replica.name, status, told))
+        except UpstreamFailed as failure:
+            seen, why = ReplicaHealth.DOWN, str(failure)
+        self._saw(replica, card, seen, why)
+
+    def is_any_unseen(self) -> bool:
+        """Whether nothing is known of some replica yet, not even that it does not answer."""
+        return any(replica.health is ReplicaHealth.UNKNOWN for replica in self._replicas)
 
     def card(self) -> UpstreamCard | None:
-        """Of a replica that was seen; None: none was."""
+        """Of the first replica that was seen and is not down; None: none is."""
         with self._changed:
             return next((r.card for r in self._replicas if r.card is not None), None)
 
-    def can_fuse(self) -> bool:
-        """Whether a replica that takes requests reuses chunk KV."""
+    def can_fuse(self, model: str = "") -> bool:
+        """Whether a replica that takes requests for a model reuses chunk KV."""
         with self._changed:
-            return any(r.card.fuses for r in self._replicas if r.card is not None)
+            return any(r.card.fuses for r in self._replicas if r.card is not None and r.has(model))
+
+    def models(self) -> dict[str, int | None]:
+        """What the replicas serve, or did when they were last seen, each with its context: the
+        smallest, where several have it."""
+        found: dict[str, int | None] = {}
+        with self._changed:
+            for replica in self._replicas:
+                for name, most in replica.models.items():
+                    known = [n for n in (most, found.get(name)) if n is not None]
+                    found[name] = min(known, default=None)
+        return found
+
+    def why_unready(self) -> str | None:
+        """Why no request would be answered now; None: some replica was well at the last look.
+        Names none of them: whoever looks at /readyz has shown no key."""
+        if any(replica.health is ReplicaHealth.UP for replica in self._replicas):
+            return None
+        return f"none of {len(self._replicas)} upstreams takes requests; see the gateway's log"
 
     def samples(self) -> list[Sample]:
         """For metrics."""
@@ -265,7 +295,7 @@ class Fleet:
         first: Replica | None,
     ) -> list[tuple[Replica, MirrorMatch]]:
         """Replicas that take requests, the best first."""
-        open_ones = [replica for replica in self._replicas if replica.is_open]
+        open_ones = [r for r in self._replicas if r.is_open and r.has(prompt.model)]
         fresh = [replica for replica in open_ones if replica not in tried] or open_ones
         if not fresh:
             return []
@@ -310,7 +340,9 @@ class Fleet:
         self.metrics.count("upstream_matched_tokens_total", match.exact, kind="exact")
         self.metrics.count("upstream_matched_tokens_total", match.chunks, kind="chunk")
 
-    def _saw(self, replica: Replica, card: UpstreamCard | None, seen: ReplicaHealth) -> None:
+    def _saw(
+        self, replica: Replica, card: UpstreamCard | None, seen: ReplicaHealth, why: str | None
+    ) -> None:
         """Take in what a look found."""
         cut: list[Exchange] = []
         with self._changed:
@@ -322,7 +354,9 @@ class Fleet:
                 and replica.silent_looks < MOST_SILENT
             ):
                 return  # once is a hiccup
-            replica.health, replica.card = seen, card
+            replica.health, replica.card, replica.why = seen, card, why
+            if card is not None:
+                replica.models = card.models
             if seen is ReplicaHealth.DOWN:
                 # whatever comes back is asked anew what it is, and holds nothing
                 replica.card = None
@@ -336,12 +370,11 @@ class Fleet:
         for exchange in cut:  # they would wait for it for long; others can answer them
             exchange.cut()
 
-    def _states(self) -> str:
-        told = []
-        for replica in self._replicas:
-            how = "resting after failures" if replica.breaker.is_open else str(replica.health)
-            told.append(f"{replica.name} is {how}")
-        return ", ".join(told)
+    def _none_left(self, model: str) -> str:
+        """That no replica takes requests, and how each is that might."""
+        of = f" for model {model!r}" if model else ""
+        told = "; ".join(replica.words for replica in self._replicas if replica.has(model))
+        return f"no upstream takes requests{of}: {told}"
 
 
 def _worth(replica: Replica, match: MirrorMatch) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, KVTransfer, PlainOptions, Question
@@ -17,7 +18,7 @@ from kvweave.corpus.settings import read_settings
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ModelError, RequestError
 from kvweave.gateway.answer import AnswerStory, RoutedAnswer
-from kvweave.gateway.answerer import RoutedAnswerer, Upstreams
+from kvweave.gateway.answerer import RoutedAnswerers, Upstreams
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.fleet import Fleet
@@ -75,6 +76,7 @@ class Gateway:
             configured = self._settings.usual.sampling
             self._upstreams = Upstreams(
                 self.fleet,
+                card.model,
                 prompts,
                 found,
                 SamplingDefaults(configured, generation),
@@ -82,7 +84,7 @@ class Gateway:
                 card.max_context,
                 remotes,
             )
-            self._answerer = RoutedAnswerer(self._upstreams, self._settings)
+            self._answerers = RoutedAnswerers(self._upstreams, self._settings)
             stack.pop_all()
 
     def close(self) -> None:
@@ -101,6 +103,12 @@ class Gateway:
     def max_context(self) -> int | None:
         return self._upstreams.max_context
 
+    def models(self) -> dict[str, int | None]:
+        return {self._model: self.max_context, **self.fleet.models()}
+
+    def why_unready(self) -> str | None:
+        return self.fleet.why_unready()
+
     @property
     def local(self) -> None:
         return None
@@ -118,9 +126,10 @@ class Gateway:
         """How prompts go out, for people."""
         is_ids = isinstance(self._upstreams.prompts, TokenPrompts)
         how = "token ids" if is_ids else "text: the model's tokenizer is not here"
-        num = len(self.fleet.replicas)
+        num, others = len(self.fleet.replicas), len(self.models()) - 1
         fused = "chunk KV is reused there" if self.fleet.can_fuse() else "prefixes are reused there"
-        return f"{num} upstream{'s' if num > 1 else ''}, prompts go as {how}; {fused}"
+        also = f", {others} other model{'s' if others > 1 else ''} beside it" if others else ""
+        return f"{num} upstream{'s' if num > 1 else ''}{also}, prompts go as {how}; {fused}"
 
     def metrics(self) -> Iterable[Metrics]:
         return ()
@@ -131,16 +140,20 @@ class Gateway:
     # ── answers ──────────────────────────────────────────────────────────────
 
     def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+        self,
+        asked: Mapping[str, Any] | None = None,
+        built_in: Mapping[str, Any] | None = None,
+        model: str | None = None,
     ) -> Sampling:
-        return self._upstreams.sampling.sampling(asked, built_in)
+        return self._upstreams.of(model).sampling.sampling(asked, built_in)
 
     def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._answerer.check_reuse(reuse)
+        self._answerers.of(None).check_reuse(reuse)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> RoutedAnswer:
+    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()
-        return self._answerer.answer(Question(question, **options), called_s)
+        asked = Question(question, **options)
+        return self._answerers.of(asked.model).answer(asked, called_s)
 
     def chat(
         self,
@@ -149,10 +162,11 @@ class Gateway:
         sampling: Sampling | None = None,
         reuse: str | None = None,
         tenant: str = "",
+        model: str | None = None,
     ) -> RoutedAnswer:
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        prompt = chat_messages(messages, tenant.encode())
+        prompt = chat_messages(messages, tenant.encode(), self._upstreams.of(model).model)
         return self._plain(prompt, PlainOptions(sampling, reuse, tenant))
 
     def complete(
@@ -163,14 +177,15 @@ class Gateway:
         reuse: str | None = None,
         tenant: str = "",
         transfer: KVTransfer | None = None,
+        model: str | None = None,
     ) -> RoutedAnswer:
         if transfer is not None:
             raise RequestError("'kv_transfer_params' are for engines; this is a gateway")
-        made = plain_text(prompt, tenant.encode())
+        made = plain_text(prompt, tenant.encode(), self._upstreams.of(model).model)
         return self._plain(made, PlainOptions(sampling, reuse, tenant))
 
     def _plain(self, prompt: UpstreamPrompt, options: PlainOptions) -> RoutedAnswer:
-        sampling = options.sampling or self.sampling()
+        sampling = options.sampling or self.sampling(model=prompt.routed.model)
         request = UpstreamRequest(prompt, sampling, options.tenant, options.reuse)
         return RoutedAnswer(self.fleet, request, AnswerStory(time.perf_counter()))
 

@@ -6,7 +6,8 @@ engine ends the work.
 """
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from kvweave.errors import KVWeaveError, RequestError, UpstreamError
 from kvweave.gateway.bodies import UpstreamRequest, body_of
@@ -50,6 +51,7 @@ class PrefillGuess:
         return self._is_computed.is_set()
 
     def cancel(self) -> None:
+        """Harmless the second time, and once it is computed."""
         self._exchange.cut()
         if self._work.cancel():  # it never began
             self._lease.give_back(self._exchange)
@@ -58,8 +60,9 @@ class PrefillGuess:
         """Its list stands. The answer is asked for by itself."""
 
     def wait(self) -> None:
-        """Until its prompt is computed, or has failed to be."""
-        self._work.exception()
+        """Until its prompt is computed, has failed to be, or is cancelled."""
+        with suppress(CancelledError):
+            self._work.exception()
 
     def _run(self) -> None:
         lease, exchange = self._lease, self._exchange

@@ -10,6 +10,7 @@ from kvweave.gateway.cards import UpstreamCard
 from kvweave.gateway.fleet import Fleet
 from kvweave.gateway.replica import Replica
 
+ABOUT_S = 2.0  # that replicas which are up may differ by, when a gateway starts
 SOON_S = 0.2  # between two looks at a replica that was never seen
 
 
@@ -29,14 +30,19 @@ class HealthWatch:
             thread.start()
 
     def wait_for_one(self, timeout_s: float) -> UpstreamCard:
-        """The card of the first replica that answers. Raises UpstreamError."""
+        """The card of the first replica that answers; of several that do so at about the same time,
+        of the one that is named first. Raises UpstreamError."""
         give_up_s = time.monotonic() + timeout_s
-        while (card := self._fleet.card()) is None:
+        while self._fleet.card() is None:
             if time.monotonic() >= give_up_s or self._stopped.is_set():
-                names = ", ".join(replica.name for replica in self._fleet.replicas)
-                raise UpstreamError(f"no upstream answers within {timeout_s:g} s: {names}")
+                told = "; ".join(replica.words for replica in self._fleet.replicas)
+                raise UpstreamError(f"no upstream answers within {timeout_s:g} s: {told}")
             time.sleep(0.02)
-        return card
+        give_up_s = min(give_up_s, time.monotonic() + ABOUT_S)
+        while self._fleet.is_any_unseen() and time.monotonic() < give_up_s:
+            time.sleep(0.02)
+        card = self._fleet.card()
+        return card if card is not None else self.wait_for_one(timeout_s)  # it died meanwhile
 
     def close(self) -> None:
         self._stopped.set()

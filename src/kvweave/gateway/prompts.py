@@ -60,6 +60,7 @@ class PromptWords(NamedTuple):
     system: str
     history: Sequence[PastMessage] = ()
     salt: bytes = b""  # of the tenant
+    model: str = ""  # that shall answer; "": whichever
 
 
 class PromptMaker(Protocol):
@@ -91,7 +92,7 @@ class TokenPrompts:
         return UpstreamPrompt(
             COMPLETIONS,
             {"prompt": token_ids},
-            RoutedPrompt(tuple(parts), words.salt),
+            RoutedPrompt(tuple(parts), words.salt, words.model),
             len(token_ids),
             tuple(spans),
             len(prompt.preamble),
@@ -124,7 +125,7 @@ class TextPrompts:
         for message in words.history:
             say(message.role, message.content, message.chunks)
         say("user", words.question, words.chunks)
-        routed = RoutedPrompt(tuple(parts), words.salt)
+        routed = RoutedPrompt(tuple(parts), words.salt, words.model)
         return UpstreamPrompt(CHAT, {"messages": messages}, routed, routed.num_tokens)
 
     def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
@@ -132,15 +133,19 @@ class TextPrompts:
         return made._replace(parts=made.parts[:-1])
 
 
-def chat_messages(messages: Sequence[Mapping[str, Any]], salt: bytes) -> UpstreamPrompt:
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]], salt: bytes, model: str = ""
+) -> UpstreamPrompt:
     """A conversation without chunks, as the client sent it."""
     sent = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
     parts = tuple(text_part(f"{m['role']}\0{m['content']}") for m in sent)
-    routed = RoutedPrompt(parts, salt)
+    routed = RoutedPrompt(parts, salt, model)
     return UpstreamPrompt(CHAT, {"messages": sent}, routed, routed.num_tokens)
 
 
-def plain_text(prompt: str | Sequence[int], salt: bytes, block: int = 256) -> UpstreamPrompt:
+def plain_text(
+    prompt: str | Sequence[int], salt: bytes, model: str = "", block: int = 256
+) -> UpstreamPrompt:
     """A text or token ids to be continued, in blocks of `block` tokens or as many characters."""
     blocks = [prompt[at : at + block] for at in range(0, len(prompt), block)]
     if isinstance(prompt, str):
@@ -150,7 +155,7 @@ def plain_text(prompt: str | Sequence[int], salt: bytes, block: int = 256) -> Up
             PromptPart(make_chunk_id([int(i) for i in piece]).encode(), len(piece))
             for piece in blocks
         )
-    routed = RoutedPrompt(parts, salt)
+    routed = RoutedPrompt(parts, salt, model)
     content = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
     return UpstreamPrompt(COMPLETIONS, content, routed, routed.num_tokens)
 

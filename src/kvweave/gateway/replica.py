@@ -32,8 +32,10 @@ class Replica:
             others="others get them",
         )
         self.mirror = Mirror(cfg.mirror_tokens)
-        self.card: UpstreamCard | None = None
+        self.card: UpstreamCard | None = None  # None: not seen yet, or not since it died
+        self.models: dict[str, int | None] = {}  # as its last card had them, also while it is down
         self.health = ReplicaHealth.UNKNOWN
+        self.why: str | None = None  # it is not up, in its own words or in those of the connection
         self.silent_looks = 0  # in a row
         self.load = 0  # requests that it has now
         self.prefills = 0  # of these, without a first token yet
@@ -46,3 +48,15 @@ class Replica:
         return (
             self.card is not None and self.health is ReplicaHealth.UP and not self.breaker.is_open
         )
+
+    def has(self, model: str) -> bool:
+        """Whether it serves a model, or did when it was last seen. "": whichever it has."""
+        return not model or model in self.models
+
+    @property
+    def words(self) -> str:
+        """How it is, for people."""
+        if self.health is ReplicaHealth.UP and self.breaker.is_open:
+            return f"{self.name} is resting after failures"
+        why = "" if self.why is None else f" ({self.why.removeprefix(self.name).lstrip(': ')})"
+        return f"{self.name} is {self.health}{why}"

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from kvweave.app.answer.answer_stream import Piece, TokenLogprob
 from kvweave.errors import UpstreamRefusal
 from kvweave.gateway.connections import Exchange, UpstreamFailed
+from kvweave.gateway.refusals import ToldError, error_of, refused
 
 DATA, DONE = b"data:", b"[DONE]"
+MALFORMED = 502  # what a reply that cannot be read is, to those who wait for it
 # another replica may do better: it is busy, stopping or broken
 PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
@@ -41,7 +43,11 @@ class ReplyReader:
                 break
             if "error" in event:
                 raise self._failed(event["error"])
-            yield from self._pieces(event)
+            try:
+                pieces = list(self._pieces(event))
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise self._malformed("an event of another shape than OpenAI's") from error
+            yield from pieces
         if not is_done:
             raise UpstreamFailed(f"{self._upstream} broke off in the middle of an answer")
         for _ in self._exchange.lines():
@@ -61,7 +67,7 @@ class ReplyReader:
             except ValueError:
                 event = None
             if not isinstance(event, dict):
-                raise UpstreamFailed(f"{self._upstream} sent an event that is no JSON object")
+                raise self._malformed("an event that is no JSON object")
             yield event
 
     def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
@@ -88,6 +94,9 @@ class ReplyReader:
                 yield from _as_pieces(str(text), seen)
         self.end = end
 
+    def _malformed(self, what: str) -> UpstreamFailed:
+        return UpstreamFailed(f"{self._upstream} sent {what}", MALFORMED)
+
     def _failed(self, error: Any) -> Exception:
         words = error.get("message", error) if isinstance(error, Mapping) else error
         return UpstreamFailed(f"{self._upstream} failed: {words}")
@@ -98,20 +107,14 @@ def check_status(exchange: Exchange, status: int, upstream: str) -> None:
     if status == 200:
         return
     try:
-        error = json.loads(exchange.read())["error"]
-        message, param, code = error["message"], error.get("param"), error.get("code")
-    except (ValueError, LookupError, TypeError, AttributeError):
-        message, param, code = f"{upstream} answered with status {status}", None, None
-    if status in (401, 403):
-        raise UpstreamFailed(f"{upstream} refuses the gateway's key: {message}", status)
-    if status in PASSING:
-        raise UpstreamFailed(f"{upstream}: {message}", status)
-    raise UpstreamRefusal(
-        status if 400 <= status < 500 else 502,
-        str(message),
-        None if param is None else str(param),
-        None if code is None else str(code),
-    )
+        document = json.loads(exchange.read())
+    except ValueError:
+        document = None
+    failure = refused(upstream, status, document)
+    if status in PASSING or status in (401, 403):  # of the gateway, not of this request
+        raise failure
+    told = error_of(document) or ToldError(str(failure))
+    raise UpstreamRefusal(status if 400 <= status < 500 else MALFORMED, *told)
 
 
 def _as_pieces(text: str, seen: Sequence[TokenLogprob]) -> Iterator[Piece]:

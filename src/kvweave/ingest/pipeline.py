@@ -8,27 +8,17 @@ next.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParseLimits
 from kvweave.ingest.encoder import ChunkKVSync, Encoder
+from kvweave.ingest.options import IngestOptions as IngestOptions
 from kvweave.ingest.reading import SourceReader
 from kvweave.ingest.report import IngestReport, OnProgress, Tally
-from kvweave.ingest.sources import Selection, Source
+from kvweave.ingest.sources import Source
 from kvweave.ingest.window import Window
 from kvweave.types import Chunk, ChunkId, EncodeWork
 
 ENCODE_BATCH = 64  # chunks offered to the encoder at a time
-
-
-@dataclass(frozen=True, slots=True)
-class IngestOptions:
-    """How to ingest; what to ingest are the sources."""
-
-    selection: Selection = field(default_factory=Selection)
-    limits: ParseLimits = field(default_factory=ParseLimits)
-    prune: bool = False  # remove documents of files that are gone from the given folders
 
 
 def ingest(
@@ -48,7 +38,7 @@ def ingest(
     options = options or IngestOptions()
     tally = Tally(progress)
     window = Window(kb, tally)
-    reader = SourceReader(kb, options.selection, options.limits, window, tally)
+    reader = SourceReader(kb, options, window, tally)
     with kb.writing():
         if kv_sync is not None:
             kv_sync.before()

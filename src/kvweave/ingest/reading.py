@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParsedRecord, ParseLimits, read_bytes
+from kvweave.corpus.metadata import Metadata, check_metadata, digest_text
+from kvweave.corpus.parsers import ParsedRecord, read_bytes
 from kvweave.corpus.parsers.apart import parse_apart
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.errors import CorpusError, EngineClosed
+from kvweave.ingest.options import IngestOptions
 from kvweave.ingest.report import Skipped, Tally
 from kvweave.ingest.sources import (
     FileBytes,
     FoundFile,
     Ignored,
     Later,
-    Selection,
     Source,
     TextSource,
     find_files,
@@ -38,15 +39,15 @@ class SourceReader:
     def __init__(
         self,
         kb: KnowledgeBase,
-        selection: Selection,
-        limits: ParseLimits,
+        options: IngestOptions,
         window: Window,
         tally: Tally,
     ) -> None:
         self._catalogue = kb.catalogue
         self._chunker = kb.chunker
-        self._selection = selection
-        self._limits = limits
+        self._selection = options.selection
+        self._limits = options.limits
+        self._metadata = dict(options.metadata)
         self._window = window
         self._tally = tally
         self._present: dict[str, str] = {}  # sources seen in this run; of texts the fingerprint
@@ -92,8 +93,8 @@ class SourceReader:
                 self._tally.ignored_files += 1
             case TextSource():
                 self._take_text(item)
-            case FileBytes(name, data):
-                self._take_bytes(f"{UPLOAD}{name}", Path(name), data)
+            case FileBytes(name, data, metadata):
+                self._take_bytes(f"{UPLOAD}{name}", Path(name), data, metadata)
             case Later():
                 self._take(item.read())
             case FoundFile(path, _):
@@ -112,9 +113,12 @@ class SourceReader:
             return
         self._take_bytes(source, path, data)
 
-    def _take_bytes(self, source: str, path: Path, data: bytes) -> None:
+    def _take_bytes(
+        self, source: str, path: Path, data: bytes, metadata: Metadata | None = None
+    ) -> None:
         """`path` is looked at for its name alone."""
-        fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}"
+        said = check_metadata({**self._metadata, **(metadata or {})})
+        fingerprint = f"{PARSERS_VERSION}:{hashlib.sha256(data).hexdigest()}{_suffix(said)}"
         if self._is_unchanged(source, fingerprint, len(data)):
             return
         try:
@@ -122,7 +126,7 @@ class SourceReader:
         except CorpusError as error:  # what a parser tripped over, the other files can do without
             self._tally.skip(source, error)
             return
-        self._cut(OpenSource(source, fingerprint), records, len(data))
+        self._cut(OpenSource(source, fingerprint, said), records, len(data))
 
     def _ticking(self, source: str) -> Callable[[], None]:
         """To be called while a source is read: the caller of the ingest hears of it, and can end it
@@ -130,8 +134,10 @@ class SourceReader:
         return lambda: self._tally.still_reading(source)
 
     def _take_text(self, item: TextSource) -> None:
-        fingerprint = _text_fingerprint(item.title, item.text)
-        key = (item.key or fingerprint).encode(errors="replace").decode()  # the catalogue's UTF-8
+        said = check_metadata({**self._metadata, **item.metadata})
+        content = _text_fingerprint(item.title, item.text)
+        fingerprint = f"{content}{_suffix(said)}"
+        key = (item.key or content).encode(errors="replace").decode()  # the catalogue's UTF-8
         source = f"text:{key}"
         if self._present.get(source) == fingerprint:
             return  # the same text twice in one run
@@ -143,7 +149,7 @@ class SourceReader:
         except CorpusError as error:
             self._tally.skip(f"{source} ({item.title[:60]!a})", error)
             return
-        self._cut(OpenSource(source, fingerprint), records, _size(item))
+        self._cut(OpenSource(source, fingerprint, said), records, _size(item))
 
     def _is_unchanged(self, source: str, fingerprint: str, size_bytes: int) -> bool:
         if self._catalogue.source_fingerprint(source) != fingerprint:
@@ -165,12 +171,15 @@ class SourceReader:
             share_bytes = size_bytes * len(record.text) // num_chars
             document_id = _document_id(source.source, record.key)
             source.seen.add(document_id)
-            fingerprint = _text_fingerprint(record.title, record.text)
+            content = _text_fingerprint(record.title, record.text)
+            fingerprint = f"{content}{_suffix(source.metadata)}"
             if old.get(document_id) == fingerprint:
                 self._tally.unchanged += 1
                 self._tally.done_bytes += share_bytes
                 continue
-            document = ParsedDocument(document_id, source.source, record.title, record.text)
+            document = ParsedDocument(
+                document_id, source.source, record.title, record.text, source.metadata
+            )
             try:
                 placed = list(self._chunker.cut(record.title, record.text, ticking))
                 assert placed, "parsers leave blank records out"
@@ -195,6 +204,14 @@ def _document_id(source: str, key: str) -> DocumentId:
 def _text_fingerprint(title: str, text: str) -> str:
     data = f"{title}\0{text}".encode(errors="surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _suffix(metadata: Metadata) -> str:
+    """What metadata adds to a fingerprint: other metadata is another document. Nothing for none, as
+    catalogues have it that knew of none."""
+    if not metadata:
+        return ""
+    return f"+{hashlib.blake2b(digest_text(metadata).encode(), digest_size=8).hexdigest()}"
 
 
 def _is_gone(path: Path) -> bool:

@@ -3,11 +3,12 @@
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from kvweave.corpus.metadata import Metadata
 from kvweave.corpus.parsers import ENDINGS
 from kvweave.errors import CorpusError
 from kvweave.ingest.report import Skipped
@@ -26,6 +27,7 @@ class TextSource:
     title: str
     text: str
     key: str | None = None
+    metadata: Metadata = field(default_factory=dict)  # see corpus/metadata.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class FileBytes:
 
     name: str
     data: bytes
+    metadata: Metadata = field(default_factory=dict)  # of every document in it
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.metadata import Metadata
 from kvweave.errors import CorpusError, KVWeaveError
 from kvweave.ingest.report import Tally, reason_of
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
@@ -25,6 +26,7 @@ class OpenSource:
 
     source: str
     fingerprint: str
+    metadata: Metadata = field(default_factory=dict)  # of each of its documents
     num_pending: int = 0  # documents not yet committed
     seen: set[DocumentId] = field(default_factory=set)
     is_read: bool = False  # all its documents are in the window or in the catalogue

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native.attention import attend_row, attend_rows
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
 
@@ -60,10 +62,16 @@ def kernels_fit(q: Tensor, held: Sequence[Tensor]) -> bool:
 def attend_reference(
     q: Tensor, positions: Tensor, segments: Sequence[Segment], scale: float | None = None
 ) -> Tensor:
-    """The definition in plain PyTorch: what a CPU runs and what the kernels are compared with."""
+    """The definition in plain PyTorch: what a CPU runs and what GPU kernels are compared with. On a
+    CPU with compiled kernels these do the work; they are held to the definition by their tests."""
     parts: list[Tensor] = []
     for segment in segments:
-        before = _rows_before(positions, segment)
+        if segment.end - segment.start == 1 and segment.key_positions is None:  # decode
+            row = slice(segment.start, segment.end)
+            parts.append(_sdpa(q[row], segment, int(positions[segment.start]) + 1, scale))
+            continue
+        library = _compiled_for(q, segment)
+        before = None if library is not None else _rows_before(positions, segment)
         if before is not None:
             rows = q[segment.start : segment.end]
             if before:
@@ -78,6 +86,12 @@ def attend_reference(
             if done is not None:
                 parts.append(done)
                 continue
+        if library is not None:
+            at = slice(segment.start, segment.end)
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            keys, values = segment.keys, segment.values
+            parts.append(attend_rows(library, q[at], positions[at], keys, values, factor))
+            continue
         for start in range(segment.start, segment.end, block):
             end = min(start + block, segment.end)
             parts.append(_attend_block(q[start:end], positions[start:end], segment, scale))
@@ -105,6 +119,14 @@ def _attend_block(q: Tensor, positions: Tensor, segment: Segment, scale: float |
         mask = torch.zeros(len(q), num_keys, dtype=q.dtype, device=q.device)
         mask[:, num_free:].masked_fill_(key_at > row_at, float("-inf"))
     return _sdpa(q, segment, num_keys, scale, mask)
+
+
+def _compiled_for(q: Tensor, segment: Segment) -> CompiledLibrary | None:
+    """The compiled kernels, where they take all rows of a segment at once."""
+    if segment.end - segment.start <= 1 or segment.key_positions is not None:
+        return None
+    library = compiled(q, segment.keys, segment.values)
+    return library if library is not None and q.shape[-1] <= library.most_dim else None
 
 
 def _block_rows(positions: Tensor, segment: Segment) -> int:
@@ -150,11 +172,15 @@ def _sdpa(
 ) -> Tensor:
     """Rows over the first `num_keys` keys: all, or causal from the top left, or as masked."""
     if len(q) == 1 and mask is None:
+        keys, values = segment.keys[:num_keys], segment.values[:num_keys]
+        if (library := compiled(q, keys, values)) is not None:
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            return attend_row(library, q, keys, values, factor)
         # heads that share a KV head are as rows of it: a third off for 9/3 heads and 512 keys
         grouped = F.scaled_dot_product_attention(
-            q.reshape(1, segment.keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]
-            segment.keys[:num_keys].transpose(0, 1)[None],
-            segment.values[:num_keys].transpose(0, 1)[None],
+            q.reshape(1, keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]
+            keys.transpose(0, 1)[None],
+            values.transpose(0, 1)[None],
             scale=scale,
         )
         return grouped.reshape(q.shape)

@@ -6,7 +6,8 @@ Shapes: R rows, I inner dims.
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import elementwise as in_c
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -18,5 +19,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.silu_mul(gate_up)
+    if gate_up.dim() == 2 and (library := compiled(gate_up)) is not None:
+        return in_c.silu_mul(library, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)

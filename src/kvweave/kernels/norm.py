@@ -7,7 +7,8 @@ checkpoints were trained.
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import elementwise as in_c
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -19,6 +20,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.rms_norm(x, weight, eps, out)
+    if x.dim() == 2 and (library := compiled(x, weight, x if out is None else out)) is not None:
+        return in_c.rms_norm(library, x, weight, eps, out)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]

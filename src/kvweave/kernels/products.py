@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Projection
+from kvweave.kernels.native.loading import native_kernels
+from kvweave.kernels.native.product import NativeProduct
 from kvweave.kernels.rounded import SMALLEST, RoundedWeight
 
 # What is rounded and multiplied at a time: what lies between the two stays in the cache.
@@ -142,6 +144,14 @@ def dynamic_rows(engine: str) -> Callable[[RoundedWeight], Projection]:
     return make
 
 
+def native_rows(weight: RoundedWeight) -> Projection:
+    """Compiled on this machine: rounding, product and scales in one call."""
+    library, words = native_kernels()
+    if library is None:
+        raise RuntimeError(words)
+    return NativeProduct(weight, library)
+
+
 def _pack_dynamic(weight: RoundedWeight, engine: str) -> object:
     """The engine is a setting of the process; it only counts while weights are packed."""
     before = torch.backends.quantized.engine
@@ -162,6 +172,7 @@ def _pack_dynamic(weight: RoundedWeight, engine: str) -> object:
 FLOAT32 = "float32"  # the way of weights that are not rounded: the yardstick of all others
 # name → how it is made of a rounded weight. The names are kept on disk with their times.
 WAYS: dict[str, Callable[[RoundedWeight], Projection]] = {
+    "int8 rows, native": native_rows,
     "int8 rows, onednn": onednn_rows,
     "int8 rows, int_mm": int_mm_rows,
     "int8 rows, dynamic fbgemm": dynamic_rows("fbgemm"),

@@ -7,6 +7,9 @@ The shares are rounded so that they add up to what the value itself would be rou
 
     floor(y) = floor(y / n) + floor((y + 1) / n) + … + floor((y + n - 1) / n)
 
+Dims that are large all the time can also be evened out: their values are divided by a power of two,
+and their weights multiplied by it. That costs nothing where values are multiplied by shares anyway.
+
 Shapes: I input dims, C columns (C >= I), O output dims.
 """
 
@@ -17,6 +20,7 @@ from torch import Tensor
 
 SMALLEST = 1e-10  # scale of a row or channel of zeros
 MOST_PARTS = 64  # of one dim
+MOST_POWER = 12  # of two, up or down, that a dim is evened out by
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +30,16 @@ class RoundedWeight:
     codes: Tensor  # [O, C] int8; column i < I is of dim i
     scale: Tensor  # [O] float32
     more: Tensor | None  # [C - I] int64: the dims of the columns behind; None: no dim is split
-    share: Tensor | None  # [C] float32: of the dim's value that the column takes
+    share: Tensor | None  # [C] float32: of the dim's value that the column takes; None: all
     offset: Tensor  # [C] float32: is added before the integers are cut
     bias: Tensor | None  # [O]
 
     def columns(self, x: Tensor) -> Tensor:
         """[R, I] as [R, C]: split dims by their shares. May be x itself."""
-        if self.more is None or self.share is None:
+        if self.share is None:
             return x
+        if self.more is None:
+            return x * self.share.to(x.dtype)
         # gathering all columns would take several times as long as multiplying most of them
         wide, dims = x.new_empty(len(x), len(self.share)), x.shape[1]
         torch.mul(x, self.share[:dims].to(x.dtype), out=wide[:, :dims])
@@ -62,18 +68,39 @@ def split_dims(largest: Tensor, extra: int) -> Tensor:
     return parts
 
 
-def round_weight(weight: Tensor, bias: Tensor | None, parts: Tensor | None = None) -> RoundedWeight:
-    """[O, I] float32 in 8 bits, dim i as `parts[i]` columns."""
+def even_dims(largest: Tensor, heaviest: Tensor, power: float) -> Tensor:
+    """Powers of two [I] that even out dims: `largest` [I] are the largest values seen of them,
+    `heaviest` [I] their largest weights. All of the values' spread for `power` 1, all of the
+    weights' for 0."""
+    values, weights = largest.clamp_min(1e-6).log2(), heaviest.clamp_min(SMALLEST).log2()
+    powers = values * power - weights * (1 - power)
+    return (powers - powers.median()).round().clamp(-MOST_POWER, MOST_POWER).to(torch.int64)
+
+
+def round_weight(
+    weight: Tensor,
+    bias: Tensor | None,
+    parts: Tensor | None = None,
+    powers: Tensor | None = None,
+) -> RoundedWeight:
+    """[O, I] float32 in 8 bits, dim i as `parts[i]` columns, its values over 2^`powers[i]`."""
+    even = None
+    if powers is not None and bool(powers.any()):
+        factor = torch.exp2(powers.float())
+        weight, even = weight * factor, factor.reciprocal()
     scale = weight.abs().amax(dim=1).clamp_min_(SMALLEST).div_(127.0)  # [O]
     codes = (weight / scale[:, None]).round_().to(torch.int8)
     dim_count = weight.shape[1]
     if parts is None or int(parts.sum()) == dim_count:
         offset = torch.full((dim_count,), 0.5)
-        return RoundedWeight(codes, scale, None, None, offset, bias)
+        return RoundedWeight(codes, scale, None, even, offset, bias)
     every = torch.arange(dim_count)
     more = every.repeat_interleave(parts - 1)  # [C - I]
     behind = parts.cumsum(0) - parts - every  # columns of the dims before, among `more`
     nth = torch.cat([torch.zeros_like(every), torch.arange(len(more)) - behind[more] + 1])
     of = torch.cat([parts, parts[more]]).float()  # [C]
     codes = torch.cat([codes, codes[:, more]], dim=1)
-    return RoundedWeight(codes, scale, more, of.reciprocal(), (nth + 0.5) / of, bias)
+    share = of.reciprocal()
+    if even is not None:
+        share *= torch.cat([even, even[more]])
+    return RoundedWeight(codes, scale, more, share, (nth + 0.5) / of, bias)

@@ -4,12 +4,17 @@ A key that leaves the host tier leaves its books in the same moment, under the l
 off the books first and its bytes count until they are really gone.
 """
 
+import threading
+from collections.abc import Callable
+
 from kvweave.errors import TierError
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.inventory import Inventory, TierSlot
+from kvweave.kv.io_pool import IoPool
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tier_budget import TierEntry
 
+DELETE_S = 10.0  # a delete that takes longer hangs: it goes on by itself, nobody waits for it
 _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew
 
 
@@ -22,12 +27,47 @@ class Remover:
         self._lock = inventory.lock
         self._host = inventory.host
         self._metrics = inventory.metrics
+        self._pools: dict[str, IoPool] = {}  # of tiers that were deleted from, guarded by the lock
+
+    def close(self) -> None:
+        """A delete that hangs is left behind."""
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.close(1.0)
 
     def delete_from(self, slot: TierSlot, key: ChunkKey) -> bool:
         """Remove a key from a tier, at once or with its last lease. True: it was there."""
         if self._inventory.is_host(slot):
             with self._lock:
                 return self.delete_from_host(key)
+        return bool(self._in_time(slot, lambda: self._delete_below(slot, key)))
+
+    def _in_time(self, slot: TierSlot, work: Callable[[], bool | None]) -> bool | None:
+        """What `work` says, which changes a lower tier. None: it hangs, and whoever waits for it
+        (a request, the engine) goes on without; it keeps its turn until it is through."""
+        with self._lock:
+            if slot.name not in self._pools:
+                self._pools[slot.name] = IoPool(f"{slot.name}-delete", 1, slot.pool.on_bug)
+            pool = self._pools[slot.name]
+        is_over, said = threading.Event(), list[bool | None]()
+
+        def run() -> None:
+            try:
+                said.append(work())
+            finally:
+                is_over.set()
+
+        if not pool.submit(run):  # closed: the last leases go with the store
+            return work()
+        hangs = pool.stalled_s() > DELETE_S  # one before it does
+        if is_over.wait(0.0 if hangs else DELETE_S):
+            return said[0] if said else None
+        self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
+        slot.writes.failed(f"a delete takes longer than {DELETE_S:g} s", at_once=True)
+        return None
+
+    def _delete_below(self, slot: TierSlot, key: ChunkKey) -> bool:
         with self._inventory.turn_of(slot, key) as is_mine:
             if not is_mine:
                 self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
@@ -56,6 +96,12 @@ class Remover:
 
     def finish_delete(self, slot: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         """A doomed entry lost its last pin."""
+        if self._inventory.is_host(slot):
+            self._finish_delete(slot, key, entry)
+        else:
+            self._in_time(slot, lambda: self._finish_delete(slot, key, entry))
+
+    def _finish_delete(self, slot: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         assert slot.budget is not None
         with self._inventory.turn_of(slot, key) as is_mine:
             if not is_mine:

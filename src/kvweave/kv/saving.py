@@ -140,6 +140,7 @@ class Saver:
                 partial(self._write, slot),
                 cfg.write_deadline_s,
                 partial(self._write_hangs, slot, cfg.write_deadline_s),
+                slot.pool.on_bug,
             )
             for slot in inventory.below
         }

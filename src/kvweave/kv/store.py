@@ -21,10 +21,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from kvweave.errors import TierError
 from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory, OpenTier, StoreEviction, TierSlot, make_slot, open_tiers
-from kvweave.kv.keys import ChunkKey, ContextId
+from kvweave.kv.keys import ChunkKey, ContextId, make_tag
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loading import ActiveLoads, Loader
 from kvweave.kv.provenance import Provenance, carries
@@ -211,6 +212,22 @@ class KVStore:
         is_wanted = carries(chunk_ids)
         return self.delete(key for key, of in found if is_wanted(of))
 
+    def delete_chunks(self, chunk_ids: Collection[str]) -> list[ChunkKey]:
+        """These chunks are no more: remove their KV from every tier, whoever wrote it and for
+        whichever model, preamble and tenant; returns its keys. Blocks on IO: tiers are listed. One
+        that fails is counted, and may keep some of it."""
+        tags = {tag for each in chunk_ids if (tag := make_tag(each)) is not None}
+        found: dict[ChunkKey, None] = {}
+        for slot in self.inventory.slots:
+            try:
+                found.update(dict.fromkeys(slot.tier.tagged(tags)))
+            except TierError as error:
+                self.metrics.count("kv_tier_errors_total", tier=slot.name, verb="list")
+                log.warning("chunk KV that was deleted may be left in %s: %s", slot.name, error)
+        self.forget(chunk_ids)  # what is on its way, and what other loads bring
+        self.delete(found)
+        return list(found)
+
     def bar(self, chunk_ids: Collection[str]) -> None:
         """These chunks were removed here. What a remote tier still has of them is not served, and
         no copy is kept of what a load under way brings, until they exist again (`know_by`)."""
@@ -252,11 +269,17 @@ class KVStore:
         ]
         return all(flushed)
 
+    def writes_hang(self) -> bool:
+        """Whether a write to some tier has taken longer than it may: what waits behind it may never
+        be written."""
+        return any(writer.hangs() for writer in self._saver.writers.values())
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
         for writer in self._saver.writers.values():
             writer.close(timeout_s)
         self._locator.close()
+        self.remover.close()
         for slot in self.inventory.slots:
             slot.pool.close(1.0)
             slot.tier.close()

@@ -1,5 +1,6 @@
 """Write-behind: saving returns at once, a thread per tier writes, a byte bound keeps it honest."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -8,6 +9,8 @@ from typing import NamedTuple
 
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.keys import ChunkKey
+
+log = logging.getLogger(__name__)
 
 
 class SaveTicket:
@@ -52,8 +55,8 @@ class _Pending(NamedTuple):
 
 class Writer:
     """One thread that saves objects to one tier, in order. `write` does the work and says whether
-    the tier has the object; it must not raise. If it takes longer than `deadline_s` it hangs: until
-    it returns nothing more is taken, `on_hang` hears of it once."""
+    the tier has the object; one that raises is a bug, and does not have it. If it takes longer than
+    `deadline_s` it hangs: until it returns nothing more is taken, `on_hang` hears of it once."""
 
     def __init__(
         self,
@@ -62,8 +65,11 @@ class Writer:
         write: Callable[[PackedChunk], bool],
         deadline_s: float = 60.0,
         on_hang: Callable[[], None] | None = None,
+        on_bug: Callable[[], None] | None = None,
     ) -> None:
+        """`on_bug` hears of a `write` that raised."""
         self._name = name
+        self._on_bug = on_bug
         self._deadline_s = deadline_s
         self._on_hang = on_hang
         self._began_s = 0.0  # when the write under way began
@@ -177,6 +183,10 @@ class Writer:
             kept = False
             try:
                 kept = self._write(pending.packed)
+            except Exception:  # the thread stays: later saves would wait for it for ever
+                log.exception("a write to %s failed, which is a bug", self._name)
+                if self._on_bug is not None:
+                    self._on_bug()
             finally:
                 pending.ticket.answer(self._name if kept else None)
                 with self._changed:

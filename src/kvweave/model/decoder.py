@@ -12,7 +12,7 @@ Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabul
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.host import on_device
+from kvweave.kernels.native.loading import kernels_so_far
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.batch_kv import kv_of
@@ -65,6 +66,7 @@ class Decoder:
         self.device = weights.embedding.device
         self._inv_freq = frequencies(spec.rope).to(self.device)
         self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.on_layer: Callable[[], None] = lambda: None  # hears of every layer that is reached
 
     @cached_property
     def revision(self) -> str:
@@ -84,13 +86,17 @@ class Decoder:
     @property
     def weights_words(self) -> str:
         """What its weights are and how they are multiplied, for people."""
-        cost = self.weights.rounding
+        cost, kernels = self.weights.rounding, kernels_so_far()
+        compiled = ""  # asked for where a model of some size runs in float32 on a CPU
+        if kernels is not None and self.device.type == "cpu" and self.dtype == torch.float32:
+            compiled = f"; {kernels.words}"
         if cost is None:
-            return f"weights in {str(self.dtype).removeprefix('torch.')}"
+            return f"weights in {str(self.dtype).removeprefix('torch.')}{compiled}"
         rows = ("one row", "few rows", "some rows", "many rows")
         named = cost.ways.get("gate_up") or cost.ways["qkv"]
         ways = "; ".join(f"{few}: {way}" for few, way in zip(rows, named, strict=True))
-        return f"weights rounded at {cost.kl_nats:.4f} nats per token to float32; {ways}"
+        price = f"weights rounded at {cost.kl_nats:.4f} nats per token to float32"
+        return f"{price}; {ways}{compiled}"
 
     @property
     def can_record(self) -> bool:
@@ -170,6 +176,7 @@ class Decoder:
 
         Works in place: `h` is overwritten and returned.
         """
+        self.on_layer()
         w = self.weights.layers[layer]
         w.out.add_to(h, attended.flatten(1))
         x = self._norm(h, w.mlp_norm)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from kvweave.errors import ConfigError
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.product_ways import ProductWays
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTS = ("auto", "none", "int8")
 # "auto" asks for half of SMALL_KL: the text that it is measured on is short, and longer prose was
-# seen to cost up to twice as much.
+# seen to cost up to twice as much (a licence that the model knows by heart: six times).
 AUTO_KL = SMALL_KL / 2
 SMALLEST_ROUNDED = 64 << 20  # weights: smaller models are quick in float32, and start at once
 
@@ -51,8 +52,11 @@ def load_decoder(
         _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
-    if quant == "auto" and files.num_weights < SMALLEST_ROUNDED:
+    is_small = files.num_weights < SMALLEST_ROUNDED
+    if quant == "auto" and is_small:
         quant = "none"
+    if fits and not is_small:
+        log.info("%s", native_kernels().words)  # compiled here, once per machine
     if quant == "none" or not fits:
         return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
     notes = load_notes(files.fingerprint())

@@ -1,10 +1,10 @@
 """Which way each product with rounded weights takes on this machine: measured once, kept on disk.
 
-    <home>/profiles/products-<CPU, torch, threads>.json
+    <home>/profiles/products-<CPU, torch, threads, kernels>.json
 
-A file of another CPU, torch version or number of threads has another name, and one whose contents
-do not say the same as its name is measured anew. A folder that cannot be written costs the
-measurement at every start.
+A file of another CPU, torch version, number of threads or of other compiled kernels has another
+name, and one whose contents do not say the same as its name is measured anew. A folder that cannot
+be written costs the measurement at every start.
 """
 
 import hashlib
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from kvweave import paths
+from kvweave.kernels.dispatch import compiled_words
 from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import (
     BOUNDS,
     ROWS,
@@ -35,7 +37,7 @@ from kvweave.kernels.rounded import round_weight
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 def machine_words() -> str:
@@ -47,7 +49,11 @@ def machine_words() -> str:
         cpu = " ".join(dict.fromkeys(named)) or cpu
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
-    return f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads"
+    native_kernels()  # now, if nobody asked yet: they are among the ways
+    return (
+        f"{platform.machine()} {cpu} {capability}, torch {torch.__version__}, {threads} threads, "
+        f"{compiled_words()}"
+    )
 
 
 def ways_path() -> Path:
@@ -84,14 +90,16 @@ class ProductWays:
             self._save()
         return self._times[shape]
 
-    def product(self, linear: Linear, parts: Tensor | None) -> tuple[Projection, tuple[str, ...]]:
-        """`linear` by the fastest ways, dims split into `parts`; and which these are, by ROWS.
-        `linear` itself where float32 is taken."""
+    def product(
+        self, linear: Linear, parts: Tensor | None, powers: Tensor | None = None
+    ) -> tuple[Projection, tuple[str, ...]]:
+        """`linear` by the fastest ways, dims split into `parts` and evened out by `powers`; and
+        which these are, by ROWS. `linear` itself where float32 is taken."""
         shape = Shape(linear.weight.shape[1], linear.weight.shape[0])
         names = choose_ways(self.times(shape))
         if set(names) == {FLOAT32}:
             return linear, names
-        weight = round_weight(linear.weight, linear.bias, parts)
+        weight = round_weight(linear.weight, linear.bias, parts, powers)
         made = {name: WAYS[name](weight) for name in set(names)}
         ends = (*BOUNDS, ROWS[-1])
         return ByRows([(end, made[name]) for end, name in zip(ends, names, strict=True)]), names

@@ -17,7 +17,7 @@ from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
 
 # behind the fingerprint of rounded weights; another number when they are rounded another way
-ROUNDED = "-int8.2"
+ROUNDED = "-int8.3"
 
 
 @dataclass(frozen=True, slots=True)

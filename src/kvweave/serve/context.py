@@ -1,19 +1,20 @@
 """What the routes of one server share."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvweave.app.answer.kept_answers import KeptAnswers
 from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
+from kvweave.serve.model_names import ModelNames, RequestDefaults
 from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
 from kvweave.serve.observe.spans import AnswerSpans, find_tracer
 from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.readiness import Readiness
 from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.uploads.quotas import TenantQuotas
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
 from kvweave.types import ChunkId
@@ -33,9 +34,11 @@ class Context:
     answers: AnswerPool
     tasks: TaskPool  # searches, lists, embeddings
     writing: TaskPool  # uploads and deletions
+    quotas: TenantQuotas  # whether a tenant may upload more
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
-    sampling: Mapping[str, Any]  # fields of `Sampling`, for requests that leave them out
+    usual: RequestDefaults  # what requests may leave out
+    models: ModelNames  # what they may call the model
     tenants: TenantSeries  # what each tenant's answers did lately
     kept: KeptAnswers  # the last answers, for those who look closer
     page: PageConfig
@@ -59,14 +62,14 @@ def make_context(
     limits: Limits | None = None,
     *,
     libraries: Libraries | None = None,
-    sampling: Mapping[str, Any] | None = None,
+    usual: RequestDefaults | None = None,
     tracer: "Tracer | None" = None,
     page: PageConfig | None = None,
 ) -> Context:
-    """`libraries` are its knowledge bases by name, closed by the caller who made them. `sampling`:
-    fields for requests that leave them out, before those that `weave` was configured with. `tracer`
-    None is the process's own, if OpenTelemetry is configured. `page` None keeps the usual."""
-    limits, local = limits or Limits(), weave.local
+    """`libraries` are its knowledge bases by name, closed by the caller who made them. `usual` is
+    for requests that leave things out, before what `weave` was configured with. `tracer` None is
+    the process's own, if OpenTelemetry is configured. `page` None keeps the usual."""
+    limits, local, usual = limits or Limits(), weave.local, usual or RequestDefaults()
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
@@ -85,9 +88,11 @@ def make_context(
         answers,
         tasks=TaskPool(limits, "searches or embeddings"),
         writing=TaskPool(limits, "uploads"),
+        quotas=TenantQuotas(limits, libraries),
         metrics=metrics,
         tracer=tracer,
-        sampling=sampling or {},
+        usual=usual,
+        models=ModelNames(weave, libraries, usual.aliases),
         tenants=tenants,
         kept=KeptAnswers(page.kept_answers, is_gone),
         page=page,

@@ -34,6 +34,7 @@ from kvweave.errors import (
     CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
+    PromptTooLong,
     RequestError,
     UpstreamError,
     UpstreamRefusal,
@@ -129,6 +130,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, NoSuchAnswer | NoSuchNode | NoSuchConversation):
         return ApiError(404, str(error), code="not_found")
+    if isinstance(error, PromptTooLong):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
     if isinstance(error, NoSuchKnowledgeBase | NotInLibrary):
@@ -192,9 +195,13 @@ def _line(fault: Mapping[str, Any]) -> str:
     if kind == "missing":
         return f"'{place}' is missing"
     wants = fault["msg"].removeprefix("Input ").replace("should be", "must be")
-    got = QUOTE.repr(fault["input"])
-    got = got if len(got) <= LONGEST_QUOTE else got[:LONGEST_QUOTE] + "…"
-    return f"'{place}' {wants}, got {got}"
+    return f"'{place}' {wants}, got {quoted(fault['input'])}"
+
+
+def quoted(value: object) -> str:
+    """What a caller sent, as far as a line has room for it."""
+    text = QUOTE.repr(value)
+    return text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "…"
 
 
 def _place(fault: Mapping[str, Any]) -> str:

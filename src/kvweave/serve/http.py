@@ -22,6 +22,7 @@ from kvweave.serve.routes.compare import compare_routes
 from kvweave.serve.routes.conversations import conversation_routes
 from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.info import info_routes
+from kvweave.serve.routes.jobs import job_routes
 from kvweave.serve.routes.kb import kb_routes
 from kvweave.serve.routes.openai import openai_routes
 from kvweave.serve.routes.schema_page import install_schema_page
@@ -55,6 +56,7 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
         openai_routes,
         kb_routes,
         browse_routes,
+        job_routes,
         health_routes,
     ):
         http.include_router(routes(context))

@@ -13,11 +13,11 @@ A server whose engine hangs or cannot compute (`workers/engine_watch.py`) stops 
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import uvicorn
 
@@ -29,6 +29,7 @@ from kvweave.serve.context import make_context
 from kvweave.serve.door import Door
 from kvweave.serve.http import build_http
 from kvweave.serve.limits import Limits
+from kvweave.serve.model_names import RequestDefaults
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.workers.engine_watch import EngineWatch
 
@@ -53,6 +54,8 @@ class ServerLifecycle:
     lame_s: float = 0.0  # connections are taken for this long after the signal
     patience_s: float = 10.0  # and then answers may go on for this long
     stuck_s: float = 120.0  # a step of the engine that takes longer hangs; 0: none does
+    # hears that the engine is lost, and why, on the watch's thread: `run` should return soon
+    on_broken: Callable[[str], None] | None = None
 
 
 class Server(uvicorn.Server):
@@ -65,16 +68,14 @@ class Server(uvicorn.Server):
         limits: Limits | None = None,
         libraries: Libraries | None = None,
         door: Door | None = None,
-        sampling: Mapping[str, Any] | None = None,
+        usual: RequestDefaults | None = None,
         lifecycle: ServerLifecycle | None = None,
         page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `sampling` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
+        `usual` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
         self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
-        self._context = make_context(
-            weave, limits, libraries=libraries, sampling=sampling, page=page
-        )
+        self._context = make_context(weave, limits, libraries=libraries, usual=usual, page=page)
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,6 +101,8 @@ class Server(uvicorn.Server):
     def _on_broken(self, why: str) -> None:
         """The engine is gone for good: say so, and end. On the watch's thread."""
         self._readiness.broken = why
+        if self._life.on_broken is not None:
+            self._life.on_broken(why)
         if self._loop is not None:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._give_up_broken)

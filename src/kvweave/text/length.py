@@ -7,7 +7,7 @@ pieces, of which one is in memory at a time and no more are looked at than the c
 
 from collections.abc import Sequence
 
-from kvweave.errors import RequestError
+from kvweave.errors import PromptTooLong
 from kvweave.text.tokenizer import Tokenizer
 
 SURE_CHARS = 8  # per token of the context: texts up to there are just tokenised, it costs little
@@ -17,7 +17,7 @@ SEAM_TOKENS = 16  # by which a cut between two pieces may change their count
 
 
 def refuse_long(tokenizer: Tokenizer, texts: Sequence[str], max_context: int) -> None:
-    """Raise RequestError for texts that certainly have more tokens than the context holds. Others
+    """Raise PromptTooLong for texts that certainly have more tokens than the context holds. Others
     may still turn out too long once they are tokenised."""
     if len(texts) > max_context:  # the template's words alone are a token for each
         raise _too_long(f"{len(texts):,} parts", max_context)
@@ -35,8 +35,8 @@ def refuse_long(tokenizer: Tokenizer, texts: Sequence[str], max_context: int) ->
                 raise _too_long(f"more than {least:,} tokens", max_context)
 
 
-def _too_long(what: str, max_context: int) -> RequestError:
-    return RequestError(
+def _too_long(what: str, max_context: int) -> PromptTooLong:
+    return PromptTooLong(
         f"the prompt has {what}, the model's context holds {max_context} tokens with the answer; "
         "send less text or fewer documents"
     )

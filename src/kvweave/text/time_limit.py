@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOOK_S = 0.2  # between two looks
+ARRIVAL_S = 1.0  # for what was raised in another thread to arrive there
 
 
 class TooLong(Exception):
@@ -22,8 +23,8 @@ class TimeLimit:
     """Any number of threads, each with one piece of code at a time."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all below
-        self._deadlines: dict[int, float] = {}  # by thread
+        self._changed = threading.Condition()  # guards what is below, but for taking a deadline out
+        self._deadlines: dict[int, float] = {}  # by thread; who takes one out has it
         self._watch: threading.Thread | None = None  # runs while there is something to watch
 
     @contextmanager
@@ -35,12 +36,16 @@ class TimeLimit:
             if self._watch is None:
                 self._watch = threading.Thread(target=self._look, name="time-limit", daemon=True)
                 self._watch.start()
+        has_arrived = False
         try:
             yield
+        except TooLong:
+            has_arrived = True
+            raise
         finally:
-            # what was raised and has not arrived yet arrives here at the latest
-            with self._changed:
-                self._deadlines.pop(own, None)
+            # without the lock: what arrives between taking it and giving it back would keep it
+            if self._deadlines.pop(own, None) is None and not has_arrived:
+                time.sleep(ARRIVAL_S)  # it was raised, and arrives here at the latest
 
     def _look(self) -> None:
         while True:
@@ -48,8 +53,8 @@ class TimeLimit:
                 self._changed.wait(LOOK_S)
                 now_s = time.monotonic()
                 for thread, deadline_s in list(self._deadlines.items()):
-                    if now_s > deadline_s:
-                        del self._deadlines[thread]  # once
+                    # once, and not where the block has just ended
+                    if now_s > deadline_s and self._deadlines.pop(thread, None) is not None:
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(
                             ctypes.c_ulong(thread), ctypes.py_object(TooLong)
                         )

@@ -74,6 +74,10 @@ class Tokenizer:
         # every id that ends an answer: a chat model often has more than one
         self.eos_ids: frozenset[int] = frozenset(i for i in stop_ids if i is not None)
 
+    def as_json(self) -> str:
+        """The tokenizer itself, as the file of a fast tokenizer has it."""
+        return str(self._fast.to_str())
+
     @property
     def vocab_size(self) -> int:
         return int(self._fast.get_vocab_size(with_added_tokens=True))

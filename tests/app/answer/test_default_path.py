@@ -15,6 +15,7 @@ from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
+from kvweave.corpus.settings import read_settings
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -241,3 +242,32 @@ def test_a_named_strategy_honours_a_free_order_or_refuses_it(world: World, weave
     assert counts(free)["computed"] < 60
     with pytest.raises(RequestError, match="order 'free' gains nothing with reuse 'full'"):
         weave.ask(QUESTION, sampling=GREEDY, reuse="full", order="free")
+
+
+def test_an_order_may_be_usual_for_a_knowledge_base(world: World, weave: Weave) -> None:
+    world.set_machine()
+    texts = [world.tokenizer.decode(hit.chunk.token_ids) for hit in weave.search(QUESTION, 5)]
+    weave.ask(QUESTION, documents=texts, sampling=GREEDY, reuse="prefix")
+    weave.kb.set_order("free")
+
+    def turned(question: str, order: str | None) -> Answer:
+        return weave.ask(
+            question, documents=texts[::-1], sampling=GREEDY, reuse="prefix", order=order
+        )
+
+    assert counts(turned("And who?", "as_found"))["computed"] > 60, "the question comes first"
+    weave.kb.set_order("free")
+    # asked for nothing, it refuses nothing
+    assert weave.ask("And how?", documents=texts, sampling=GREEDY, reuse="full").text
+    assert read_settings(weave.kb.folder) == weave.kb.settings
+    weave.kb.set_order(None)
+    assert "order" not in (weave.kb.folder / "kb.json").read_text(), "as older ones read it"
+
+
+def test_a_question_moves_chunks_where_that_is_usual(world: World, weave: Weave) -> None:
+    world.set_machine()
+    texts = [world.tokenizer.decode(hit.chunk.token_ids) for hit in weave.search(QUESTION, 5)]
+    weave.ask(QUESTION, documents=texts, sampling=GREEDY, reuse="prefix")
+    weave.kb.set_order("free")
+    usual = weave.ask("And why?", documents=texts[::-1], sampling=GREEDY, reuse="prefix")
+    assert counts(usual)["computed"] < 60

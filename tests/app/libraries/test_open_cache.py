@@ -49,6 +49,29 @@ def lending(most: int, wait_s: float = 0.05) -> OpenCache[str, Book]:
     return OpenCache(Book, most, wait_s)
 
 
+def test_one_that_cannot_say_whether_it_is_at_rest_stays_and_is_lent() -> None:
+    """It was left as being closed, and whoever wanted it waited for ever."""
+
+    class Sick(Book):
+        is_sick = True
+
+        def is_at_rest(self) -> bool:
+            if self.is_sick:
+                raise EngineClosed("the engine was closed")
+            return super().is_at_rest()
+
+    books: OpenCache[str, Sick] = OpenCache(Sick, 2, 0.05)
+    books.lend("a").give_back()
+    with pytest.raises(EngineClosed):
+        books.retire("a", lambda book: None, lambda: None)
+    with ThreadPoolExecutor(1) as pool:
+        loan = pool.submit(books.lend, "a").result(timeout=5)
+    loan.give_back()
+    loan.thing.is_sick = False
+    books.retire("a", lambda book: None, lambda: None)
+    assert loan.thing.is_closed
+
+
 def test_the_one_unused_for_longest_makes_way() -> None:
     books = lending(2)
     first, second = books.lend("a"), books.lend("b")

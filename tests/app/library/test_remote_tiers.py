@@ -211,6 +211,8 @@ def test_a_removal_while_the_tier_fails_is_made_up_for_and_nothing_is_served_mea
         admin.execute_command("ACL", "SETUSER", "kv", "-@all")
         assert weave.remove(document_of(weave, "Drain")) == 1  # no tier may stop a removal
         assert owed(tmp_path / "a") == {hit.chunk.id}
+        store = weave.library.store
+        assert store.metrics.value("kv_tier_errors_total", tier="redis", verb="remove") >= 1
         assert not weave.library.kv.sync().is_settled
         admin.execute_command("ACL", "SETUSER", "kv", "+@all")
         assert admin.dbsize() == 2, "it is still there"

@@ -1,5 +1,6 @@
 """preparation.json: each part stays as it was stored, and what is wrong in it is said by name."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,24 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"preparation\.json cannot be read \(.+\); delete it"):
         read_preparation(tmp_path)
+
+
+def test_several_may_write_it_at_once(tmp_path: Path) -> None:
+    """One took the other's temporary file away: an upload was a 500."""
+    prepared, failed = Preparation.parse("filler:2"), list[Exception]()
+
+    def write() -> None:
+        try:
+            for _ in range(50):
+                write_preparation(tmp_path, prepared)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert failed == []
+    assert read_preparation(tmp_path) == prepared
+    assert [path.name for path in tmp_path.iterdir()] == ["preparation.json"]

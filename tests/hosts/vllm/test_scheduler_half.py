@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvweave.config import StoreSettings
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.chunk_maker import as_chunks
@@ -265,3 +266,44 @@ def test_what_cannot_be_fused_is_answered_and_said(
     assert reply is not None
     assert reply["kvweave"]["way"] == "refused"
     assert words in reply["kvweave"]["why"]
+
+
+@pytest.mark.usefixtures("stored")
+def test_chunks_that_are_no_more_are_ordered_to_be_deleted(
+    half: SchedulerHalf, encoder: ChunkEncoder
+) -> None:
+    gone = make_chunk_id(CHUNKS[1])
+    half.heard(StepReport(made=[encoder.key(CHUNKS[1])]))
+    half.arrived(MadeRequest("a", [1], {"forget": [gone], "tenant": "t"}))
+    (order,) = half.take_orders([], False).forget
+    assert order.chunk_ids == (gone,)
+    assert half.finished("a") == {
+        "kvweave": {"way": "exact", "why": "it forgets chunks", "forgotten": 1}
+    }
+    encoder.store.delete_chunks([gone])  # the worker does, and says which keys
+    half.heard(StepReport(lost=[encoder.key(CHUNKS[1])]))
+    half.arrived(MadeRequest("b", IDS, wish()))
+    told = half.finished("b")
+    assert told is not None
+    assert (told["kvweave"]["stored"], told["kvweave"]["missing"]) == (3, 1)
+    encoder.encode(as_chunks(CHUNKS))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"forget": "abc"}, "must be a list"),
+        ({"forget": []}, "must be a list of 1 to"),
+        ({"forget": ["x"]}, "is no id of a chunk"),
+        ({"forget": ["00"], "chunks": SPANS}, "stands alone"),
+    ],
+)
+def test_what_cannot_be_forgotten_is_named(
+    half: SchedulerHalf, given: dict[str, Any], words: str
+) -> None:
+    half.arrived(MadeRequest("a", [1], given))
+    assert not half.take_orders([], False).forget
+    told = half.finished("a")
+    assert told is not None
+    assert told["kvweave"]["way"] == "refused"
+    assert words in told["kvweave"]["why"]

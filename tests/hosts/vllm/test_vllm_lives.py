@@ -114,9 +114,7 @@ def test_requests_that_are_preempted_and_prefills_in_pieces_answer_alike(
 
 
 def preemptions(vllm: VllmServer) -> float:
-    series = vllm.http.get("/metrics").text.splitlines()
-    counted = [line for line in series if line.startswith("vllm:num_preemptions_total")]
-    return sum(float(line.split()[-1]) for line in counted)
+    return vllm.counted("vllm:num_preemptions_total")
 
 
 def test_a_compiled_model_is_fused_alike(

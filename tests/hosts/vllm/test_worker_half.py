@@ -15,13 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
-from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders
+from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder, FuseOrder, StepOrders
 from kvweave.hosts.vllm.wish import FuseWish
 from kvweave.hosts.vllm.worker_half import WorkerHalf
-from kvweave.kv.config import HostTierConfig, StoreConfig
+from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -220,3 +222,39 @@ def test_chunks_are_made_in_idle_steps(worker: WorkerHalf, identity: ModelIdenti
     names = identity.names(IDS[:8], "")
     assert settled == {5}
     assert made == [names.exact_key(IDS[8:38]), names.key(chunk)]
+
+
+def test_chunks_that_are_no_more_are_deleted_before_the_step_whoever_stored_them(
+    decoder: Decoder, identity: ModelIdentity, blocks: Blocks, tmp_path: Path
+) -> None:
+    names, gone = identity.names(IDS[:8], ""), IDS[38:70]
+    tiers = (HostTierConfig(1 << 26, pinned=False), DiskTierConfig(tmp_path, fsync=False))
+    cfg = StoreConfig(tiers=tiers)
+    first = WorkerHalf(decoder, blocks.kv, KVStore(cfg), identity)
+    first.fill(StepOrders([order(ratio=0.2)]))
+    first.close()
+    with KVStore(cfg) as other:
+        keys = [names.key(gone), names.key(IDS[75:101])]
+        assert [peek.residency for peek in other.peek(keys)] == [Residency.HERE] * 2
+    second = WorkerHalf(decoder, blocks.kv, KVStore(cfg), identity)
+    second.fill(StepOrders(forget=[ForgetOrder((make_chunk_id(gone),))]))
+    assert names.key(gone) in second.take_report().lost
+    second.close()
+    with KVStore(cfg) as other:
+        found = [peek.residency for peek in other.peek(keys)]
+        assert found == [Residency.ABSENT, Residency.HERE]
+
+
+def test_a_chunk_that_is_being_encoded_while_it_is_deleted_does_not_stay(
+    worker: WorkerHalf, identity: ModelIdentity
+) -> None:
+    chunk = IDS[38:70]
+    worker.fill(StepOrders(encode=[EncodeOrder(5, IDS[:8], "", (), (chunk,))]))
+    worker.fill(StepOrders(forget=[ForgetOrder((make_chunk_id(chunk),))]))
+    until_s, settled = time.monotonic() + 60, set[int]()
+    while not {0, 5} <= settled and time.monotonic() < until_s:
+        worker.rest(StepOrders(is_idle=True))
+        settled |= worker.take_report().settled
+    assert settled == {0, 5}
+    (peek,) = worker._store.peek([identity.names(IDS[:8], "").key(chunk)])
+    assert peek.residency is Residency.ABSENT

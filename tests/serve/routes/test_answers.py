@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
+from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.serve.auth import parse_keys
 from kvweave.serve.ui.config import PageConfig
 from worlds.serving import KbServer, make_libraries, serving, user
@@ -147,6 +148,20 @@ def test_an_answer_from_a_deleted_document_is_no_longer_told(kb_server: KbServer
     assert httpx.get(f"{kb_server.url}/v1/answers/{reply['id']}").status_code == 404
     listed = httpx.get(f"{kb_server.url}/v1/answers").json()["answers"]
     assert reply["id"] not in {a["id"] for a in listed}
+
+
+def test_nor_is_one_whose_document_another_process_deleted(kb_server: KbServer) -> None:
+    """Until something was asked of the knowledge base, this one had not heard of it."""
+    base = f"{kb_server.url}/v1/kb/elsewhere/documents"
+    note = {"title": "Secret", "text": "The merger with Penumbra closes on the tenth of May."}
+    assert httpx.post(base, json=note, timeout=60).status_code == 200
+    replies = [ask(kb_server.url, "When is the merger?", kb="elsewhere") for _ in range(2)]
+    with KnowledgeBase.open(kb_server.root / "elsewhere") as other:
+        other.remove_documents([d.id for d in other.documents()])
+    address = f"{kb_server.url}/v1/answers"
+    assert httpx.get(f"{address}/{replies[0]['id']}", timeout=60).status_code == 404
+    listed = httpx.get(address, timeout=60).json()["answers"]
+    assert replies[1]["id"] not in {a["id"] for a in listed}
 
 
 KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-other:other"])

@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvweave.app.libraries import saved_conversations
 from kvweave.app.libraries.saved_conversations import MOST_BYTES, SavedConversations
 from kvweave.app.weave import Weave
 from kvweave.serve.auth import parse_keys
@@ -121,6 +122,29 @@ def test_a_damaged_file_is_not_listed_and_they_outlive_the_server(
     with serving(weave, keys=KEYS, page=page) as url:
         assert [line["id"] for line in call("GET", url).json()["data"]] == ["c1"]
         assert call("GET", url, "c2").status_code == 404
+
+
+def test_a_list_reads_no_file_that_has_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, read = SavedConversations(tmp_path), list[str]()
+    real = saved_conversations._read
+
+    def note(path: Path) -> dict[str, Any] | None:
+        read.append(path.stem)
+        return real(path)
+
+    monkeypatch.setattr(saved_conversations, "_read", note)
+    for name in ("a", "b"):
+        kept.put("t", name, {"title": name, "messages": [], "updated": 1.0})
+    assert [line.title for line in kept.all("t")] == ["a", "b"]
+    kept.all("t")
+    assert sorted(read) == ["a", "b"]
+    kept.put("t", "b", {"title": "new", "messages": [{}], "updated": 2.0})
+    assert [(line.title, line.num_messages) for line in kept.all("t")] == [("new", 1), ("a", 0)]
+    assert sorted(read) == ["a", "b", "b"]
+    kept.delete("t", "a")
+    assert [line.title for line in kept.all("t")] == ["new"]
 
 
 def test_what_is_kept_and_what_is_deleted_outlive_a_power_cut(tmp_path: Path) -> None:

@@ -45,6 +45,19 @@ def filled(kb_server: KbServer) -> KbServer:
     return kb_server
 
 
+def test_the_usual_order_of_a_knowledge_base_is_changed(kb_server: KbServer) -> None:
+    assert post(kb_server.url, "ordered/documents", json=DRAIN).status_code == 200
+    where = f"{kb_server.url}/v1/kb/ordered"
+    assert httpx.get(where).json()["order"] is None
+    changed = httpx.patch(where, json={"order": "free"}).json()
+    assert changed.get("order") == "free", changed
+    assert httpx.get(where).json()["order"] == "free"
+    assert ask(kb_server.url, kb="ordered")["choices"]
+    assert httpx.patch(where, json={"order": "any"}).status_code == 400
+    assert httpx.patch(f"{where}-not", json={"order": "free"}).status_code == 404
+    assert httpx.patch(where, json={"order": "configured"}).json()["order"] is None
+
+
 def test_an_uploaded_text_is_listed_found_and_removed(kb_server: KbServer) -> None:
     report = post(kb_server.url, "life/documents", json=DRAIN).json()
     assert (report["added"], report["new_chunks"], report["skipped"]) == (1, 1, [])
@@ -302,7 +315,9 @@ def test_the_list_has_every_knowledge_base(filled: KbServer) -> None:
     [
         ({"query": " "}, "'query' is empty"),
         ({"query": "x", "k": 0}, "'k' must be between 1 and 1000"),
-        ({"query": "x", "mode": "magic"}, "'mode' must be 'vector'"),
+        ({"query": "x", "retrieval": "magic"}, "'retrieval' must be 'vector'"),
+        ({"query": "x", "filter": {"a b": 1}}, "'a b' is no key of metadata"),
+        ({"query": "x", "filter": {"a": True}}, "metadata 'a' must be a text or a number"),
     ],
 )
 def test_a_search_that_makes_no_sense_is_refused(

@@ -19,8 +19,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 # what is sent on top of HELLO → what the message must say
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported"),
-    ({"tools": []}, "'tools' is not supported"),
+    ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported other than {}, got {'5': 1}"),
+    ({"logit_bias": []}, "'logit_bias' is not supported other than {}"),
+    ({"tools": [{"type": "function"}]}, "'tools' is not supported other than []"),
+    ({"tool_choice": "required"}, "'tool_choice' is not supported other than \"none\" or"),
+    ({"response_format": {"type": "xml"}}, "'response_format.type' must be 'text', 'json_object'"),
+    ({"response_format": {"type": "json_schema"}}, "goes with type 'json_schema', and only with"),
+    ({"modalities": ["audio"]}, "'modalities' is not supported other than [\"text\"]"),
+    ({"prediction": {}}, "'prediction' is not supported"),
     ({"a": 1, "b": 2}, "'a' is not supported; 'b' is not supported"),
     ({"messages": []}, "'messages' is empty; send at least one"),
     ({"messages": None}, "'messages' is missing"),
@@ -62,11 +68,17 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"reuse": "weave"}, "'reuse' 'weave' needs 'kb' or 'documents'; else: auto, prefix, full"),
     ({"reuse": 5}, "'reuse' must be a string or an object with a strategy, got 5"),
     ({"kb": "x", "reuse": {"ratios": 1}}, "'reuse.ratios' is not supported"),
+    ({"retrieval": "hybrid"}, "'retrieval' needs 'kb'"),
+    ({"cite": True}, "'cite' needs 'kb' or 'documents'"),
+    ({"documents": ["a"], "min_score": 1}, "'min_score' is about a search of 'kb'"),
+    ({"kb": "x", "retrieval": "magic"}, "'retrieval' must be 'vector', 'words' or 'hybrid'"),
     ({"order": "shuffle"}, "'order' must be 'as_found', 'free' or 'auto', got 'shuffle'"),
     ({"explain": "yes"}, "'explain' must be a valid boolean"),
-    ({"presence_penalty": 0.5}, "'presence_penalty' is not supported other than 0"),
-    ({"frequency_penalty": -1}, "'frequency_penalty' is not supported other than 0"),
+    ({"presence_penalty": 2.5}, "presence_penalty must be between -2 and 2, got 2.5"),
+    ({"frequency_penalty": -3}, "frequency_penalty must be between -2 and 2, got -3"),
     ({"store": True}, "'store' is not supported other than false"),
+    ({"store": 0}, "'store' is not supported other than false, got 0"),
+    ({"model": "tiny@notes", "kb": "other"}, "'model' 'tiny@notes' and 'kb' 'other' differ"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
     ({"top_logprobs": 2}, "'top_logprobs' needs 'logprobs': true"),
     ({"stream_options": {"x": 1}}, "'stream_options.x' is not supported"),
@@ -160,6 +172,13 @@ def test_the_client_raises_bad_request_with_our_words(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="'logit_bias' is not supported") as seen:
         client.chat.completions.create(model="tiny", messages=user("hi"), logit_bias={"5": 1})
     assert seen.value.param == "logit_bias"
+
+
+def test_a_prompt_that_the_context_does_not_hold_has_openais_code(client: OpenAI) -> None:
+    for text in ("word " * 600, "word " * 300_000):  # found out by tokens, and before them
+        with pytest.raises(openai.BadRequestError, match="context holds 512") as seen:
+            client.chat.completions.create(model="tiny", messages=user(text))
+        assert seen.value.code == "context_length_exceeded"
 
 
 def test_unknown_paths_and_methods_have_the_same_shape(url: str) -> None:

@@ -130,7 +130,7 @@ def test_a_search_never_stands_behind_uploads(held: Held) -> None:
         waiting = [clients.submit(held.upload, json=note(key)) for key in "ab"]
         try:
             wait_until(lambda: held.num_spools() == 2)
-            words = {"query": "quota", "mode": "words"}
+            words = {"query": "quota", "retrieval": "words"}
             found = httpx.post(f"{held.url}/v1/kb/notes/search", json=words, timeout=20)
             assert found.json()["data"][0]["title"] == "Note"
             refused = held.upload(json=NOTE)

@@ -40,6 +40,8 @@ def test_the_schema_names_every_route_and_no_422(weave: Weave) -> None:
         "/v1/kb/{name}",
         "/v1/kb/{name}/documents",
         "/v1/kb/{name}/documents/{document_id}",
+        "/v1/kb/{name}/jobs",
+        "/v1/kb/{name}/jobs/{job_id}",
         "/v1/kb/{name}/search",
         "/v1/kb/{name}/chunks/{chunk_id}",
         "/v1/kb/{name}/hottest",

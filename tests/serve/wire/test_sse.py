@@ -1,6 +1,7 @@
 """Events on the wire: a comment where there is silence, and all chunks in their order."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -26,19 +27,36 @@ def test_a_comment_goes_out_while_nothing_else_does() -> None:
     events = sent(0.5, 0.1)
     assert events[0] == 'data: {"n":1}\n\n'
     assert 1 <= events.count(HEARTBEAT) <= 5
-    assert events[-2:] == ['data: {"n":2}\n\n', DONE]
+    assert events[-1] == 'data: {"n":2}\n\n' + DONE
     assert HEARTBEAT.startswith(":"), "or clients would read it as an event"
 
 
 def test_without_silence_there_is_no_comment() -> None:
-    assert sent(0.0, 10.0) == sent(0.0, None) == ['data: {"n":1}\n\n', 'data: {"n":2}\n\n', DONE]
+    all_of = 'data: {"n":1}\n\ndata: {"n":2}\n\n' + DONE
+    assert "".join(sent(0.0, 10.0)) == "".join(sent(0.0, None)) == all_of
+
+
+def test_what_is_there_at_once_goes_out_together_and_waits_for_nothing() -> None:
+    async def some() -> AsyncIterator[dict[str, Any]]:
+        yield {"n": 1}
+        yield {"n": 2}
+        await asyncio.sleep(0.2)
+        yield {"n": 3}
+
+    async def all_of() -> list[tuple[str, float]]:
+        began_s = time.perf_counter()
+        return [(event, time.perf_counter() - began_s) async for event in as_events(some())]
+
+    (first, first_s), (last, last_s) = asyncio.run(all_of())
+    assert first == 'data: {"n":1}\n\ndata: {"n":2}\n\n'
+    assert last == 'data: {"n":3}\n\n' + DONE
+    assert first_s < 0.2 <= last_s + 0.01, "the first did not wait for the last"
 
 
 def test_a_failure_is_the_last_event_with_and_without_comments() -> None:
     for heartbeat_s in (None, 10.0):
-        events = sent(0.0, heartbeat_s, fails=True)
-        assert len(events) == 2
-        assert "error" in events[1]
+        *_, last = "".join(sent(0.0, heartbeat_s, fails=True)).strip().split("\n\n")
+        assert "error" in last
 
 
 def test_who_leaves_in_the_middle_ends_the_chunks_too() -> None:

@@ -64,10 +64,24 @@ class Answer:
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
     full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
+    nothing_found: bool = False  # no chunk was: the text says so, and no model was asked
+    query: str | None = None  # what was searched for, where that is not the question itself
     watched: WatchedTokens | None = field(default=None, repr=False, compare=False)  # if asked for
     # what `details_of` tells more from; None: it was made without a Weave
     trace: AnswerTrace | None = field(default=None, repr=False, compare=False)
     upstream: UpstreamNote | None = None  # what a gateway knows of it; None: computed here
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt whose KV was there, exact or reused; None: an upstream knows."""
+        if self.upstream is not None:
+            tokens = self.upstream.tokens(self.prompt_tokens)
+            if tokens:
+                return tokens.get("exact", 0) + tokens.get("reused", 0)
+            return self.upstream.cached_tokens
+        if self.explain is None:
+            return 0
+        return self.explain.counts["exact"] + self.explain.counts["reused"]
 
 
 class Tokens(Protocol):
@@ -217,6 +231,7 @@ class _Made:
             stopped_because=self.stopped_because,
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
+            query=notes.query,
             watched=_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),
         )

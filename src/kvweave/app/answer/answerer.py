@@ -5,13 +5,17 @@ question ─► prompt ─► router ─► engine ─► text
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
+from kvweave.app.answer.citations import CitedAnswer
 from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
+from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
+from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
 from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
@@ -38,23 +42,26 @@ from kvweave.app.runtime import ModelRuntime
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
-from kvweave.engine.request import Ticket
+from kvweave.corpus.search import SearchOptions
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.search_pace import Paces
+from kvweave.text.json_grammar import JsonGrammars
 from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
     Prompt,
     build_prompt,
+    chat_prompt,
     chunk_text,
     lay_out,
     past_messages,
     split_template,
 )
-from kvweave.types import Hit
+from kvweave.types import ChunkId, Hit
 
 if TYPE_CHECKING:
     from kvweave.plan.plan import Plan
@@ -106,6 +113,7 @@ class Answerer:
         self._tokenizer = runtime.tokenizer
         self._client = runtime.client
         self._max_context = runtime.max_context
+        self._grammars = JsonGrammars(runtime.tokenizer, runtime.decoder.spec.vocab_size)
         self._library = library
         self._settings = settings
         self.sampling = SamplingDefaults(settings.usual.sampling, runtime.generation)
@@ -144,11 +152,26 @@ class Answerer:
         if self.documents is not None:
             self.documents.close()
 
-    def answer(self, asked: Question, called_s: float) -> AnswerStream:
+    def answer(self, asked: Question, called_s: float) -> PieceStream:
         """The answer to a question, searched for and planned. Its prompt is not computed yet,
         unless a search guessed."""
         self._catch_up()
-        question = self._filled(asked)
+        question = self._rewritten(self._filled(asked))
+        found: list[RetrievedChunk] = []
+        try:
+            answering = self._begin(asked, question, called_s, found)
+        except NothingFound:
+            words = self._settings.usual.nothing_text or NOTHING_TEXT
+            return SaidAnswer(words, called_s, question.query)
+        if not question.cite:
+            return answering
+        return CitedAnswer(answering, [self._tokenizer.decode(c.token_ids) for c in found])
+
+    def _begin(
+        self, asked: Question, question: Question, called_s: float, found: list[RetrievedChunk]
+    ) -> AnswerStream:
+        """The answer to a question as it was `asked`, with what it leaves open filled in. Its
+        chunks are added to `found`. Raises NothingFound."""
         if self._library is not None:
             self._library.asked_by(self._tenant_of(question))
         as_of = self._client.generation()
@@ -160,14 +183,16 @@ class Answerer:
 
         def submission(retrieved: Sequence[RetrievedChunk]) -> Submission:
             began_s = time.perf_counter()
-            notes = AnswerNotes(retrieve_ms=(began_s - called_s) * 1e3)
+            if not retrieved and self._says_nothing(question, talk):
+                raise NothingFound
+            notes = AnswerNotes(retrieve_ms=(began_s - called_s) * 1e3, query=question.query)
             chunks = [chunk.token_ids for chunk in retrieved]
             prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
             notes.left_out = len(prompt.left_out)
             made = self.router.submission(prompt, question, named, notes)
             notes.question, notes.retrieved = question.question, tuple(retrieved)
             notes.prompt, notes.full_s = made.prompt, self.measured.full_prefill_s
-            made = _measured(made, question)
+            made = _measured(made._replace(request=self._held(made.request)), question)
             notes.events.append(AnswerEvent("plan", "plan", began_s, time.perf_counter()))
 
             def sent(ticket: Ticket) -> None:
@@ -190,9 +215,28 @@ class Answerer:
             chosen = submission(self._given(question))
             tokens = TokenStream(self._client, chosen.request, chosen.on_first)
         num_tokens = len(chosen.prompt.token_ids)
+        found += chosen.notes.retrieved
         return AnswerStream(
             tokens, self._tokenizer, question.drawn, num_tokens, called_s, chosen.notes
         )
+
+    def _says_nothing(self, question: Question, talk: Talk) -> bool:
+        """Whether a question that nothing was found for is answered by saying so: it was to be
+        searched for, and the conversation holds no chunks of earlier turns."""
+        is_searched = question.documents is None and self._library is not None
+        holds_chunks = any(message.chunks for message in talk.messages)
+        return is_searched and question.nothing_found == "say" and not holds_chunks
+
+    def _rewritten(self, question: Question) -> Question:
+        """A follow-up with the query that the model makes of it, where that is asked for."""
+        is_searched = question.documents is None and self._library is not None
+        if not (question.rewrite and question.history and is_searched):
+            return question
+        messages = rewriting_messages(question.question, question.history)
+        prompt = chat_prompt(self._tokenizer, messages)
+        drawn = PlainOptions(SAMPLING, tenant=question.tenant)
+        made = self.plain(prompt, drawn, time.perf_counter()).finish()
+        return replace(question, query=read_rewritten(made.text))
 
     def plain(
         self, prompt: Prompt, drawn: PlainOptions, called_s: float, question: str = ""
@@ -203,7 +247,9 @@ class Answerer:
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
         use_tree = (drawn.reuse or usual.reuse) != "full"
-        request = exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
+        request = self._held(
+            exact_request(prompt, sampling, self._tokenizer.eos_ids, use_tree=use_tree)
+        )
         full_s = self.measured.full_prefill_s
         notes = AnswerNotes(question=question, prompt=prompt, full_s=full_s)
 
@@ -234,28 +280,37 @@ class Answerer:
         tenant = drawn.tenant or self._settings.tenant
         prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
         made = self.router.submission(prompt, question, named, AnswerNotes())
-        tokens = TokenStream(self._client, made.request, made.on_first)
+        tokens = TokenStream(self._client, self._held(made.request), made.on_first)
         num_tokens = len(prompt.token_ids)
         return AnswerStream(tokens, self._tokenizer, sampling, num_tokens, called_s, made.notes)
+
+    def forget_brought(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
+        """Whoever brought these chunks with requests of a tenant has deleted them: no exact KV of
+        theirs is found any more, and none that is stored by itself. May wait for the engine."""
+        tenant = tenant or self._settings.tenant
+        self._client.forget(chunk_ids, (tenant,))
+        if self.documents is not None:
+            self.documents.forget(chunk_ids, tenant)
 
     def plan(self, asked: Question) -> "Plan":
         """What "auto" would do for a question."""
         self._catch_up()
         question = self._filled(asked)
         if question.documents is None and self._library is not None:
-            found = self.search(question.question, question.num_chunks)
+            found = self.search(question.question, question.num_chunks, question.search)
             chunks = [hit.chunk.token_ids for hit in found]
         else:
             chunks = [chunk.token_ids for chunk in self._given(question)]
         prompt = self._prompt(chunks, question, self._talk(question))
         return self.router.plan(prompt, question)
 
-    def search(self, question: str, k: int) -> list[Hit]:
-        """The chunks of the knowledge base nearest to a question, best first."""
+    def search(self, question: str, k: int, how: SearchOptions | None = None) -> list[Hit]:
+        """The chunks of the knowledge base nearest to a question, best first; None: found as is
+        usual."""
         if self._library is None:
             raise ConfigError(NO_LIBRARY)
-        kb = self._library.kb
-        return self._settings.look_up(lambda: kb.search(question, k))
+        kb, how = self._library.kb, how or self._settings.usual.search
+        return self._settings.look_up(lambda: kb.search(question, k, how))
 
     def build_prompt(
         self, question: str, documents: Sequence[Document | str], system: str | None
@@ -272,7 +327,17 @@ class Answerer:
         texts += [d.title + d.text for d in _documents(asked.documents or ())]
         refuse_long(self._tokenizer, texts, self._max_context)
         sampling = asked.sampling or self.sampling.sampling()
-        return replace(asked.filled(self._settings.usual), sampling=sampling)
+        kb_order = None if self._library is None else self._library.kb.settings.order
+        return replace(asked.filled(self._settings.usual, kb_order), sampling=sampling)
+
+    def _held(self, request: EngineRequest) -> EngineRequest:
+        """A request whose answer is held to a JSON schema, if it asks for that. Raises RequestError
+        for one that no answer can be held to."""
+        schema = request.sampling.json_schema
+        if schema is None:
+            return request
+        self._grammars.check(schema)
+        return replace(request, constraint=partial(self._grammars.constraint, schema))
 
     def _catch_up(self) -> None:
         """Other processes may have removed documents."""

@@ -122,11 +122,10 @@ class Speculation:
         interrupts the search ends what was guessed.
         """
         mode = asked.speculate or self._cfg.mode
-        num_stages = self._num_stages(mode)
+        num_stages = self._num_stages(mode) if asked.search.is_staged else 1
         if num_stages == 1:
-            question, k = asked.question, asked.num_chunks
             events: list[AnswerEvent] = []
-            made = submission_of(self._look_up(lambda: self._search(question, k, events)))
+            made = submission_of(self._look_up(lambda: self._search(asked, events)))
             made.notes.events += events
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
         ready()
@@ -155,13 +154,18 @@ class Speculation:
         row_s = self._paces.prefill.row_s
         return None if row_s is None else row_s * (self._client.engine.cfg.guess_rows or 0)
 
-    def _search(self, question: str, k: int, events: list[AnswerEvent]) -> list[Hit]:
-        """The `k` nearest chunks; what it took is added to `events`."""
-        begun_s = time.perf_counter()
-        vector = self._kb.embedder.embed_query(question)
+    def _search(self, asked: Question, events: list[AnswerEvent]) -> list[Hit]:
+        """The nearest chunks; what it took is added to `events`."""
+        begun_s, how, query = time.perf_counter(), asked.search, asked.searched
+        if not how.is_staged:
+            hits = self._kb.search(query, asked.num_chunks, how)
+            ended_s, words = time.perf_counter(), f"{len(hits)} chunks, by {how.retrieval}"
+            events.append(AnswerEvent("search", SEARCH, begun_s, ended_s, words))
+            return hits
+        vector = self._kb.embedder.embed_query(query)
         self._kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
-        hits = self._kb.search(vector, k)
+        hits = self._kb.search(vector, asked.num_chunks, how)
         ended_s = time.perf_counter()
         self._paces.search.searched(ended_s - started_s, [ids_of(hits)], 1)
         events.append(AnswerEvent("embed", SEARCH, begun_s, started_s))
@@ -171,9 +175,9 @@ class Speculation:
     def _speculate(
         self, asked: Question, submission_of: SubmissionOf, most: int, mode: SpeculationMode
     ) -> RetrievalResult[Attempt]:
-        vector = self._kb.embedder.embed_query(asked.question)
+        vector = self._kb.embedder.embed_query(asked.searched)
         num_stages = self._kb.num_stages(asked.num_chunks, most)
-        stages = self._kb.search_staged(vector, asked.num_chunks, num_stages)
+        stages = self._kb.search_staged(vector, asked.num_chunks, num_stages, asked.search)
         engine, boundary_s, pace = self._client.engine, self._boundary_s, self._paces.search
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:

@@ -22,6 +22,7 @@ from kvweave import __version__, paths
 from kvweave.app.library.library_kv import CODEC
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
+from kvweave.kernels.dispatch import compiled_words
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.types import StoredRows
 from kvweave.kernels.unpack import unpack
@@ -96,7 +97,8 @@ def made_with() -> str:
     """The software that prices depend on."""
     capability = torch.backends.cpu.get_cpu_capability()
     kernel = f"{platform.system()} {platform.release()}"
-    return f"kvweave {__version__}, torch {torch.__version__}, {kernel}, {capability}"
+    software = f"kvweave {__version__}, torch {torch.__version__}, {kernel}, {capability}"
+    return f"{software}, {compiled_words()}"
 
 
 def _outdated(profile: MachineProfile) -> list[str]:

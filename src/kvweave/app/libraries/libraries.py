@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
@@ -30,17 +30,21 @@ from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, QuestionDefaults
+from kvweave.app.question import AskOptions, QuestionDefaults, check_order
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.metadata import Metadata, MetadataFilter, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
-from kvweave.corpus.search import Mode
+from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import (
     ConfigError,
+    CorpusBusy,
     CorpusError,
+    CorpusFull,
+    CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
     RequestError,
@@ -52,7 +56,6 @@ from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
 from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
-from kvweave.types import Hit
 
 __all__ = [
     "ENDINGS",
@@ -67,10 +70,13 @@ __all__ = [
     "Libraries",
     "LibrariesConfig",
     "LibraryKey",
+    "Metadata",
     "NoSuchKnowledgeBase",
     "NotInLibrary",
     "OnProgress",
+    "SearchOptions",
     "TextSource",
+    "check_metadata",
     "check_name",
     "check_tenant",
     "read_fields",
@@ -99,12 +105,17 @@ PROBLEMS = {
 }
 
 
+# Trouble that passes: a knowledge base is not given up for it
+PASSING = (AllInUse, InUse, NoSuchKnowledgeBase, CorpusBusy, CorpusFull, CorpusReadOnly)
+
+
 class LibraryStatus(NamedTuple):
     """A knowledge base as a list shows it."""
 
     totals: Totals
     kv: KVProgress
     problem: str | None = None  # what is wrong with it, in words that name no path
+    order: str | None = None  # of chunks, for questions that do not say it
 
 
 class LibraryKey(NamedTuple):
@@ -301,15 +312,17 @@ class Libraries:
         *,
         chunk_kv: bool = False,
         progress: OnProgress | None = None,
+        metadata: Metadata | None = None,
     ) -> IngestReport:
         """Bring documents in. Makes the knowledge base if it is new. Their chunk KV is made in the
-        background, if that is configured; `chunk_kv`: before this returns."""
+        background, if that is configured; `chunk_kv`: before this returns. `metadata` of all of
+        them; what a source says of itself goes before."""
         with self._writer(tenant, name, create=True) as weave:
             return weave.ingest(
                 *sources,
                 chunk_kv=chunk_kv,
                 progress=progress,
-                options=IngestOptions(limits=self.config.parsing),
+                options=IngestOptions(limits=self.config.parsing, metadata=metadata or {}),
                 only_new=True,
             )
 
@@ -323,16 +336,30 @@ class Libraries:
         with self.use(tenant, name) as weave:
             yield LibraryBrowser(weave, self._uses_of(LibraryKey(tenant, name)))
 
-    def search(self, tenant: str, name: str, query: str, k: int, mode: Mode) -> list[Hit]:
-        """The `k` nearest chunks, best first."""
-        with self.use(tenant, name) as weave:
-            return weave.kb.search(query, k, mode=mode)
+    def search_options(
+        self,
+        retrieval: Retrieval | None = None,
+        min_score: float | None = None,
+        among: Mapping[str, Any] | None = None,
+    ) -> SearchOptions:
+        """How a search finds chunks that says so much, and leaves the rest as is usual. Raises
+        RequestError."""
+        usual = self.config.usual.search
+        return SearchOptions(
+            retrieval or usual.retrieval,
+            usual.min_score if min_score is None else min_score,
+            MetadataFilter.parse(among),
+            usual.reranker,
+        )
 
     def status(self, tenant: str, name: str) -> LibraryStatus:
         """Counts of a knowledge base, how far its chunk KV is, and what is wrong with it, if it
         cannot be opened. Never raises for that: others are asked about in the same breath."""
         try:
-            return LibraryStatus(self.totals(tenant, name), self.kv_progress(tenant, name))
+            totals, kv = self.totals(tenant, name), self.kv_progress(tenant, name)
+            folder = self._folder(LibraryKey(tenant, check_name(name)))
+            settings = None if folder is None else read_settings(folder)
+            return LibraryStatus(totals, kv, order=settings.order if settings else None)
         except (CorpusError, sqlite3.Error, OSError) as error:
             log.warning("knowledge base %r cannot be looked into: %s", name, error)
             progress = KVProgress("failed", 0, 0, 0, why="the knowledge base cannot be opened")
@@ -375,6 +402,11 @@ class Libraries:
             return found
         return found._replace(state=made.state, why=made.why)
 
+    def catch_up(self, tenant: str, name: str) -> None:
+        """Hear of what other processes have removed from it; it is opened for that."""
+        with self.use(tenant, name) as weave:
+            weave.catch_up()
+
     def remove(self, tenant: str, name: str, document_id: str) -> int:
         """Remove one document by its whole id; returns how many chunks went with it."""
         with self._writer(tenant, name) as weave:
@@ -382,13 +414,20 @@ class Libraries:
                 raise NoSuchKnowledgeBase(f"{name!r} has no document {document_id!r}")
             return weave.remove(document_id)
 
+    def set_order(self, tenant: str, name: str, order: str | None) -> None:
+        """Whether chunks may move in its prompts, for questions that do not say it; None: as is
+        configured."""
+        check_order(order)
+        with self._writer(tenant, name) as weave:
+            weave.kb.set_order(order)
+
     def delete(self, tenant: str, name: str) -> None:
         """Delete a knowledge base: documents, vectors, chunk KV in every tier, its folder. Waits a
         while for those who use it. Raises InUse, NoSuchKnowledgeBase; RequestError for one whose
         folder was named when the server was started."""
         place = LibraryKey(tenant, check_name(name))
         folder = self._folder(place)
-        if folder is None or not read_settings(folder):
+        if folder is None or not _is_one(folder):
             known = ", ".join(self.names(tenant)[:8]) or "none yet"
             raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
         if place in self.config.folders:
@@ -404,7 +443,14 @@ class Libraries:
                     "may still hold chunk KV of them: delete the knowledge base again later"
                 )
 
-        self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        try:
+            self._open_cache.retire(place, empty, lambda: remove_folder(folder))
+        except (CorpusError, sqlite3.DatabaseError) as error:
+            if isinstance(error, PASSING):
+                raise
+            # whose chunks shared tiers hold cannot be told any more; nothing finds them, either
+            log.warning("%r does not open, its folder is deleted as it is: %s", name, error)
+            remove_folder(folder)
         self._search_paces.pop(place, None)
         self._uses.pop(place, None)
 

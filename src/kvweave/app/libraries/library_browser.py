@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 from kvweave.app.hosts import LibraryHost
 from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.corpus.catalogue import DocumentInfo as DocumentInfo
+from kvweave.corpus.search import SearchOptions
 from kvweave.errors import CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
 
@@ -50,6 +51,14 @@ class ChunkView(NamedTuple):
     previous: ChunkId | None  # in the document
     following: ChunkId | None
     neighbours: list[Hit]  # the chunks most like it, nearest first
+
+
+class SearchHit(NamedTuple):
+    """A chunk that was found, and what is known of it."""
+
+    hit: Hit
+    chars: tuple[int, int] | None  # that it covers in its document, [start, end)
+    tier: str | None  # that has its KV now; None: none has
 
 
 class LibraryBrowser:
@@ -107,6 +116,17 @@ class LibraryBrowser:
             following=self._catalogue.chunk_at(info.id, place + 1),
             neighbours=self._neighbours(name),
         )
+
+    def search(self, query: str, k: int, how: SearchOptions) -> list[SearchHit]:
+        """The `k` best chunks, best first."""
+        found = []
+        for hit in self._kb.search(query, k, how):
+            document, chunk = hit.document, hit.chunk
+            chars = None if document is None else self._catalogue.chars_of(document, chunk.id)
+            copies = self._kv_bytes(chunk)
+            tier = "host" if "host" in copies else next(iter(copies), None)
+            found.append(SearchHit(hit, chars, tier))
+        return found
 
     def hottest(self, limit: int) -> list[ChunkLine]:
         """The chunks that were in most prompts, each with its place in the first that holds it."""

@@ -145,11 +145,11 @@ class OpenCache(Generic[Key, T]):
             copy.is_closing = True
         thing = copy.thing
         if thing is not None:
-            while not thing.is_at_rest():
-                if time.monotonic() >= give_up_s:
-                    self._go_on(place, copy, thing)
-                    raise InUse("an answer still holds its chunk KV; try again in a moment")
-                time.sleep(LEASE_S)
+            try:
+                self._wait_for_rest(thing, give_up_s)
+            except BaseException:
+                self._go_on(place, copy, thing)
+                raise
         try:
             thing = thing or self._open_one(place)
             try:
@@ -159,6 +159,12 @@ class OpenCache(Generic[Key, T]):
             then()
         finally:
             self._gone(place)
+
+    def _wait_for_rest(self, thing: T, give_up_s: float) -> None:
+        while not thing.is_at_rest():
+            if time.monotonic() >= give_up_s:
+                raise InUse("an answer still holds its chunk KV; try again in a moment")
+            time.sleep(LEASE_S)
 
     @contextmanager
     def all_open(self) -> Iterator[list[tuple[Key, T]]]:

@@ -35,6 +35,9 @@ class ConversationLine(NamedTuple):
     num_messages: int
 
 
+FileState = tuple[int, int, int]  # when it was written, bytes, which file it is
+
+
 class SavedConversations:
     """See the module."""
 
@@ -42,16 +45,35 @@ class SavedConversations:
         self._folder = folder
         self._most = most
         self._lock = threading.Lock()
+        # what was read of files for a list, as long as they stay as they were
+        self._lines: dict[Path, tuple[FileState, ConversationLine | None]] = {}
 
     def all(self, tenant: str) -> list[ConversationLine]:
-        """Newest first."""
-        lines = []
-        for path in self._files(tenant):
-            found = _read(path)
-            if found is not None:
-                updated, messages = float(found["updated"]), found["messages"]
-                lines.append(ConversationLine(path.stem, found["title"], updated, len(messages)))
+        """Newest first. Files that have not changed since the last time are not read again."""
+        paths = self._files(tenant)
+        lines = [line for path in paths if (line := self._line(path)) is not None]
+        with self._lock:
+            here = {path.parent for path in paths}
+            for path in [p for p in self._lines if p.parent in here and p not in set(paths)]:
+                del self._lines[path]
         return sorted(lines, key=lambda line: -line.updated)
+
+    def _line(self, path: Path) -> ConversationLine | None:
+        try:
+            seen = path.stat()
+        except OSError:
+            return None  # deleted since it was listed
+        state = (seen.st_mtime_ns, seen.st_size, seen.st_ino)
+        known = self._lines.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
+        found, line = _read(path), None
+        if found is not None:
+            updated, messages = float(found["updated"]), found["messages"]
+            line = ConversationLine(path.stem, found["title"], updated, len(messages))
+        with self._lock:
+            self._lines[path] = (state, line)
+        return line
 
     def get(self, tenant: str, name: str) -> dict[str, Any]:
         """Raises NoSuchConversation."""

@@ -4,6 +4,7 @@ any order and company. Each tenant has its own.
 """
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
@@ -15,10 +16,14 @@ from kvweave.config import StoreSettings
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.keys import ContextId, context_of
+from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.types import ChunkId
+
+MOST_CONTEXTS = 4096  # of a tenant, whose chunk KV a deletion finds: two for each preamble
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +50,23 @@ class DocumentMemory:
         self._lock = threading.Lock()
         self._encoder: ChunkEncoder | None = None  # with the store, made on first use
         self._by_preamble = KVByPreamble(self._make)
+        self._contexts: dict[str, dict[ContextId, None]] = {}  # by tenant; guarded by the lock
         self.maker = KVMaker(runtime.client.pace, _never_deleted)
         self.promotion = ChunkPromotion(runtime.max_context, cfg.promotion, self.maker)
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """What is remembered of a tenant's documents behind a preamble."""
         return self._by_preamble.get(key)
+
+    def forget(self, chunk_ids: Collection[ChunkId], tenant: str) -> int:
+        """A tenant's documents are no more: delete their KV; returns how many there were. Others
+        who brought the same keep theirs."""
+        with self._lock:
+            encoder, own = self._encoder, set(self._contexts.get(tenant, ()))
+        if encoder is None:
+            return 0
+        found = encoder.store.keys_at_hand(carries(chunk_ids))
+        return encoder.store.delete([key for key in found if context_of(key) in own])
 
     def num_pinned(self) -> int:
         """Chunk KV that some lease holds."""
@@ -69,6 +85,11 @@ class DocumentMemory:
 
     def _make(self, key: PreambleKey) -> KVBehind:
         encoder = self._first_encoder().behind(key.preamble, key.tenant)
+        with self._lock:
+            own = self._contexts.setdefault(key.tenant, {})
+            own.update({context_of(name(())): None for name in (encoder.key, encoder.exact_key)})
+            while len(own) > MOST_CONTEXTS:
+                del own[next(iter(own))]
         return KVBehind(encoder, self._runtime.client, self.promotion, is_own=False)
 
     def _first_encoder(self) -> ChunkEncoder:

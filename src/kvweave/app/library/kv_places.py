@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvweave.corpus.durable import make_folder, sync
 from kvweave.errors import ConfigError, TierError
@@ -34,8 +34,44 @@ Known = Callable[[Collection[ChunkId]], Collection[ChunkId]]  # which of some ch
 Delete = Callable[[list[ChunkKey]], object]
 
 
+class RemovalTarget(Protocol):
+    """A place elsewhere that may hold chunk KV of a knowledge base, and can be told of removals."""
+
+    @property
+    def place(self) -> str:
+        """Which one it is, without secrets: equal for all who use it, in any process."""
+        ...
+
+    def remove(
+        self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
+    ) -> None:
+        """Delete what carries text of chunks that are gone; those `behind` may have been computed
+        behind them. `delete` takes copies of what is found from elsewhere, before it goes here. May
+        block. Raises TierError where some of it may be left; calling again is harmless."""
+        ...
+
+
+class TierTarget:
+    """A remote tier."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    @property
+    def place(self) -> str:
+        return self._tier.place
+
+    def remove(
+        self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
+    ) -> None:
+        keys = find_tagged(self._tier, gone, behind)
+        delete(keys)
+        for key in keys:
+            self._tier.delete(key)  # raises where the store would count
+
+
 class Owed(NamedTuple):
-    """What a remote tier has still to be rid of."""
+    """What a place has still to be rid of."""
 
     gone: frozenset[ChunkId]  # chunks that were removed
     behind: frozenset[ChunkId]  # chunks whose KV may have been computed behind them
@@ -79,35 +115,35 @@ class KVPlaces:
                 each["gone"] = sorted({*each.get("gone", ()), *gone})
                 each["behind"] = sorted({*each.get("behind", ()), *behind})
 
-    def is_owing(self, tiers: Iterable[Tier]) -> bool:
+    def is_owing(self, targets: Iterable[RemovalTarget]) -> bool:
         """Whether one of these has something to delete."""
         owed = self._owed()
-        return any(owed[tier.place].gone for tier in tiers if tier.place in owed)
+        return any(owed[each.place].gone for each in targets if each.place in owed)
 
     def barred(self) -> frozenset[ChunkId]:
         """Chunks that were removed and whose KV some remote tier may still have."""
         return frozenset(name for each in self._owed().values() for name in each.gone)
 
-    def pay(self, tiers: Iterable[Tier], known: Known, delete: Delete) -> bool:
-        """Delete in these tiers what they owe; chunks that are back by now (`known`) stay. `delete`
-        takes copies of the found from elsewhere. False: some of it is left for later, which the log
-        says."""
-        by_place = {tier.place: tier for tier in tiers}
+    def pay(self, targets: Iterable[RemovalTarget], known: Known, delete: Delete) -> bool:
+        """Delete in these places what they owe; chunks that are back by now (`known`) stay.
+        `delete` takes copies of the found from elsewhere. False: some of it is left for later,
+        which the log says."""
+        by_place = {each.place: each for each in targets}
         is_paid = True
         for place, owed in self._owed().items():
             if not owed.gone:
                 continue
-            tier = by_place.get(place)
-            if tier is None:
+            target = by_place.get(place)
+            if target is None:
                 is_paid = False
                 log.warning(
-                    "chunk KV of %d removed chunks may be left in %s, which is not among the tiers "
-                    "in use; run once with its setting, or take it out of %s if it is no more",
+                    "chunk KV of %d removed chunks may be left in %s, which is not in use now; run "
+                    "once with its setting, or take it out of %s if it is no more",
                     *(len(owed.gone), place, self._path),
                 )
                 continue
             try:
-                self._delete(tier, owed, known, delete)
+                target.remove(owed.gone.difference(known(owed.gone)), owed.behind, delete)
             except TierError as error:
                 is_paid = False
                 log.warning(
@@ -117,13 +153,6 @@ class KVPlaces:
                 continue
             self._strike(place, owed)
         return is_paid
-
-    def _delete(self, tier: Tier, owed: Owed, known: Known, delete: Delete) -> None:
-        gone = owed.gone.difference(known(owed.gone))
-        keys = find_tagged(tier, gone, owed.behind)
-        delete(keys)
-        for key in keys:
-            tier.delete(key)  # raises where the store would count
 
     def _strike(self, place: str, paid: Owed) -> None:
         with self._changing() as noted:

@@ -21,12 +21,14 @@ every chunk again.
 
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvweave.app.library.kv_places import RemovalTarget
 from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
@@ -229,15 +231,24 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
 
 
 @contextmanager
-def sync_without_model(kb: KnowledgeBase, remotes: Sequence[TierConfig] = ()) -> Iterator[KVSync]:
+def sync_without_model(
+    kb: KnowledgeBase,
+    remotes: Sequence[TierConfig] = (),
+    engines: Sequence[RemovalTarget] = (),
+    on_owing: Callable[[], None] = lambda: None,
+) -> Iterator[KVSync]:
     """Keeps the chunk KV that is there in step with the documents; computes none. `remotes` are the
-    remote tiers in use."""
+    remote tiers in use; `engines`, if any, write there and keep chunk KV of their own. `on_owing`:
+    see `StoredKV`."""
     with ExitStack() as stack:
         tiers = [stack.enter_context(closing(open_tier(cfg))) for cfg in remotes]
         table = open_table(kb.folder)
         if table is not None:
             stack.callback(table.close)
-        yield KVSync(kb, table, StoredKV(kb.folder, remotes=tiers))
+        kept = StoredKV(kb.folder, remotes=tiers, engines=engines, on_owing=on_owing)
+        if engines:
+            kept.note_places()
+        yield KVSync(kb, table, kept)
 
 
 def remove_with_kv(
@@ -280,6 +291,6 @@ class EncodedNotes:
         return found if isinstance(found, dict) else {}
 
     def _write(self, notes: dict[str, str]) -> None:
-        temporary = self._path.with_suffix(".tmp")
+        temporary = self._path.with_suffix(f".{os.urandom(6).hex()}.tmp")  # nobody else's
         temporary.write_text(json.dumps(notes) + "\n")
         temporary.replace(self._path)

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from kvweave.app.library.kv_places import Known, KVPlaces
+from kvweave.app.library.kv_places import Known, KVPlaces, RemovalTarget, TierTarget
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import Provenance, carries, find_keys
@@ -32,12 +32,14 @@ class StoredKV:
         store: KVStore | None = None,
         remotes: Sequence[Tier] = (),
         on_owing: Callable[[], None] = lambda: None,
+        engines: Sequence[RemovalTarget] = (),
     ) -> None:
-        """`remotes` are tiers that may be used where no store is open. `on_owing` is called when a
-        remote tier could not be told of a removal."""
+        """`remotes` are tiers that may be used where no store is open, `engines` what keeps chunk
+        KV by itself. `on_owing` is called when one of these could not be told of a removal."""
         self.folder = kb_folder / KV_FOLDER
         self._store = store
-        self._remotes = list(remotes) if store is None else store.remotes()
+        tiers = list(remotes) if store is None else store.remotes()
+        self._remotes = [*map(TierTarget, tiers), *engines]
         self._places = KVPlaces(self.folder)
         self._on_owing = on_owing
 
@@ -80,25 +82,32 @@ class StoredKV:
             DiskTier(DiskTierConfig(folder), sweep=False).sync_deletions(unique)
         return max(num_deleted, len(deleted))
 
-    # ---- remote tiers
+    # ---- elsewhere: remote tiers, engines
+
+    def note_places(self) -> None:
+        """Others write chunk KV to all of these. Raises ConfigError if that cannot be noted."""
+        self._places.add(None, [each.place for each in self._remotes])
 
     def owe(self, gone: Collection[ChunkId], behind: Collection[ChunkId] = ()) -> None:
-        """These chunks went, and these may have been computed behind them. Remote tiers are told
+        """These chunks went, and these may have been computed behind them. Other places are told
         by `pay`, now or in another life; from now on nothing of it is served from there."""
         if gone and self._store is not None and self._remotes:
             self._store.bar(gone)
         self._places.owe(gone, behind)
 
     def is_owing(self) -> bool:
-        """Whether a remote tier that is in use has not been told of a removal."""
+        """Whether one that is in use has not been told of a removal."""
         return self._places.is_owing(self._remotes)
 
     def pay(self, known: Known) -> None:
-        """Tell remote tiers what went; `known` says which chunks exist. One that does not answer is
-        told later."""
+        """Tell the other places what went; `known` says which chunks exist. One that does not
+        answer is told later."""
         store = self._store
         delete = (lambda _: None) if store is None else store.delete
         if not self._places.pay(self._remotes, known, delete) and self.is_owing():
+            for tier in self._remotes if store is not None else ():
+                if self._places.is_owing([tier]):
+                    store.metrics.count("kv_tier_errors_total", tier=tier.name, verb="remove")
             self._on_owing()
 
     def _disks(self) -> list[Path]:

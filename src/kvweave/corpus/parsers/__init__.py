@@ -24,6 +24,15 @@ ENDINGS: dict[str, str] = {
     ".jsonl": "jsonlines",
     ".ndjson": "jsonlines",
     ".docx": "word",
+    ".json": "structured",
+    ".yaml": "structured",
+    ".yml": "structured",
+    ".rst": "restructured",
+    ".xlsx": "sheet",
+    ".pptx": "slides",
+    ".epub": "book",
+    **dict.fromkeys((".py", ".js", ".ts", ".go", ".rs", ".java", ".c", ".h", ".cc"), "code"),
+    **dict.fromkeys((".cpp", ".hpp", ".cs", ".rb", ".php", ".sh", ".sql", ".kt", ".swift"), "code"),
 }
 
 

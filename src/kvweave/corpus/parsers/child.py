@@ -33,7 +33,7 @@ FIELDS = "fields"  # instead of a file's name: a JSON object, of which the field
 IDLE_S = 30.0
 LARGE_KIB = 256 << 10  # of memory at its height, from which on another process is better
 LATE_S = 5  # that the parent has to end it, before the alarm does
-LONGEST_VALUE = 200  # characters that are shown of a field that is no text
+LONGEST_VALUE = 1 << 16  # characters of JSON of a field that is no text, such as metadata
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ Written once into the folder of the chunk KV, so that asking finds what ingest h
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +61,10 @@ def choose_preparation(
 
 
 def write_preparation(folder: Path, preparation: Preparation) -> None:
+    """An upload and what makes KV in the background may both do so at once."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {"encoding": str(preparation.variant), "extras": list(preparation.extras)}
-    temporary = folder / f"{FILE}.tmp"
+    temporary = folder / f"{FILE}.{os.urandom(6).hex()}.tmp"  # nobody else's
     temporary.write_text(json.dumps(stored) + "\n")
     temporary.replace(folder / FILE)
 

@@ -8,6 +8,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
 
+LOOK_S = 1.0  # between two looks at whether a write hangs
 SETTLE = 256  # open promises kept at a time before the answered ones are counted
 
 
@@ -40,12 +41,16 @@ class SaveLog:
             self._num_dropped += 1
 
     def finish(self, timeout_s: float) -> Saves:
-        """Wait for what is under way. What no tier has answered by then is not saved."""
+        """Wait for what is under way, unless a write hangs. What no tier has answered by then is
+        not saved."""
         give_up_s = time.monotonic() + timeout_s
         with self._lock:
             open_ones = list(self._open)
         for ticket in open_ones:
-            ticket.wait(max(0.0, give_up_s - time.monotonic()))
+            while not ticket.is_answered and not self._store.writes_hang():
+                if (left_s := give_up_s - time.monotonic()) <= 0:
+                    break
+                ticket.wait(min(LOOK_S, left_s))
         with self._lock:
             self._settle()
             num_open = len(self._open)

@@ -39,6 +39,12 @@ def config_complaints(config: Any) -> list[str]:
     found = [
         f"{name} is {size}, and one worker selects" for name, size in sizes.items() if size > 1
     ]
+    kept = str(config.cache_config.cache_dtype)
+    if kept not in ("auto", str(model.dtype).removeprefix("torch.")):
+        found.append(
+            f"the KV cache is {kept!r}, and chunk KV is written as the model computes it; "
+            "leave --kv-cache-dtype at auto"
+        )
     if config.lora_config is not None:
         found.append("LoRA is on, and chunk KV belongs to one set of weights")
     speculative = config.speculative_config

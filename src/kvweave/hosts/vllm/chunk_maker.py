@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from functools import partial
 from typing import Any, TypeVar
 
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.hosts.vllm.identity import ChunkNames
-from kvweave.hosts.vllm.orders import EncodeOrder
+from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder
 from kvweave.kv.keys import ChunkKey
 from kvweave.types import Chunk
 
@@ -84,16 +83,17 @@ def encode_order(encoder: ChunkEncoder, names: ChunkNames, order: EncodeOrder) -
 
 
 class ChunkMaker:
-    """Works off encode orders on a thread of its own. `put`, `take_settled` from the worker's."""
+    """Works off orders on a thread of its own, one after the other. `put`, `take_settled` from the
+    worker's."""
 
-    def __init__(self, make: Callable[[EncodeOrder], list[ChunkKey]]) -> None:
-        """`make` encodes one order, on the maker's thread; what it raises is logged."""
+    def __init__(self, make: Callable[[EncodeOrder | ForgetOrder], list[ChunkKey]]) -> None:
+        """`make` does what one order says, on the maker's thread; what it raises is logged."""
         self._make = make
-        self._orders: queue.SimpleQueue[EncodeOrder | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[EncodeOrder | ForgetOrder | None] = queue.SimpleQueue()
         self._settled: queue.SimpleQueue[tuple[int, list[ChunkKey]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, order: EncodeOrder) -> None:
+    def put(self, order: EncodeOrder | ForgetOrder) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvweave-maker", daemon=True)
             self._thread.start()
@@ -113,7 +113,7 @@ class ChunkMaker:
         self._orders.put(None)
 
     def _run(self) -> None:
-        for order in iter(partial(self._orders.get), None):
+        while (order := self._orders.get()) is not None:
             keys: list[ChunkKey] = []
             try:
                 keys = self._make(order)

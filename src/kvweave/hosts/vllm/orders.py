@@ -29,12 +29,21 @@ class EncodeOrder:
     behind: tuple[tuple[int, ...], ...]  # of chunks wanted behind the encoding context
 
 
+@dataclass(frozen=True, slots=True)
+class ForgetOrder:
+    """Delete the KV of chunks that are no more."""
+
+    chunk_ids: tuple[str, ...]
+    number: int = 0  # nobody waits for it
+
+
 @dataclass(slots=True)
 class StepOrders:
     """From the scheduler, with every step."""
 
     fuse: list[FuseOrder] = field(default_factory=list)
     encode: list[EncodeOrder] = field(default_factory=list)
+    forget: list[ForgetOrder] = field(default_factory=list)
     is_idle: bool = False  # nothing is computed in this step
 
 

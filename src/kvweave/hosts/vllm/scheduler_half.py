@@ -21,11 +21,17 @@ from typing import Any, Literal, Protocol
 from kvweave.errors import KVWeaveError
 from kvweave.fuse.request import State
 from kvweave.hosts.vllm.identity import ModelIdentity
-from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
+from kvweave.hosts.vllm.orders import (
+    EncodeOrder,
+    ForgetOrder,
+    FuseOrder,
+    StepOrders,
+    StepReport,
+)
 from kvweave.hosts.vllm.salted_hashes import salt_blocks
 from kvweave.hosts.vllm.settings import HostSettings
-from kvweave.hosts.vllm.wish import NAME, Defaults, FuseWish, Part, parse_wish
-from kvweave.kv.keys import ChunkKey
+from kvweave.hosts.vllm.wish import NAME, Defaults, FuseWish, Part, parse_forget, parse_wish
+from kvweave.kv.keys import ChunkKey, make_tag, tag_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 
@@ -181,6 +187,8 @@ class SchedulerHalf:
         self._made.update(dict.fromkeys(report.made))
         for key in report.lost:  # evicted since, or never saved: looked for again, and made again
             self._made.pop(key, None)
+        if report.lost:
+            self._store.confirm([ChunkKey(key) for key in report.lost])
         while len(self._made) > MOST_MADE:
             del self._made[next(iter(self._made))]
 
@@ -195,6 +203,9 @@ class SchedulerHalf:
     # ---- deciding
 
     def _plan(self, request: ServedRequest, params: Mapping[str, Any]) -> RequestPlan:
+        if gone := parse_forget(params):
+            self._forget(gone)
+            return RequestPlan("exact", "it forgets chunks", counts={"forgotten": len(gone)})
         ids = tuple(request.prompt_token_ids or ())
         defaults = Defaults(self._settings.reuse, self._settings.ratio)
         num_layers = self._identity.spec.num_layers
@@ -223,6 +234,12 @@ class SchedulerHalf:
             return plan
         salt = hashlib.sha256(repr((wish, ids)).encode()).digest()
         return replace(plan, way="fused", wish=wish, salt=salt)
+
+    def _forget(self, chunk_ids: tuple[str, ...]) -> None:
+        """Chunks are no more. The worker deletes them with this step, before any reply."""
+        self._orders.forget.append(ForgetOrder(chunk_ids))
+        tags = {make_tag(each) for each in chunk_ids}
+        self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
     def _stored(self, wish: FuseWish, ids: Ids) -> list[bool]:
         """Whether each chunk's KV is in some tier."""

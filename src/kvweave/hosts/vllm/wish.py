@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 from kvweave.errors import RequestError
 from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio, open_strategy
+from kvweave.kv.keys import make_tag
 
 NAME = "kvweave"  # the one key of kv_transfer_params that is ours
-KEYS = ("chunks", "preamble", "reuse", "ratio", "asked", "tenant", "missing")
+KEYS = ("chunks", "preamble", "reuse", "ratio", "asked", "tenant", "missing", "forget")
 MISSING = ("later", "encode")
-MOST_CHUNKS = 4096
+MOST_CHUNKS = 4096  # of a prompt, and to be forgotten at once
 
 
 class Part(NamedTuple):
@@ -110,6 +111,21 @@ def parse_wish(
         tenant,
         missing == "encode",
     )
+
+
+def parse_forget(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Ids of chunks that are no more, if a request names some. Raises RequestError."""
+    given = params.get(NAME)
+    if not isinstance(given, Mapping) or "forget" not in given:
+        return ()
+    ids = given["forget"]
+    if others := [name for name in given if name not in ("forget", "tenant")]:
+        raise RequestError(f"forget stands alone; send {others[0]!r} with another request")
+    if not isinstance(ids, Sequence) or isinstance(ids, str) or not 0 < len(ids) <= MOST_CHUNKS:
+        raise RequestError(f"forget must be a list of 1 to {MOST_CHUNKS} chunk ids")
+    if unfit := [each for each in ids if not isinstance(each, str) or make_tag(each) is None]:
+        raise RequestError(f"forget: {str(unfit[0])[:80]!r} is no id of a chunk")
+    return tuple(ids)
 
 
 def _spans(given: Any) -> tuple[tuple[int, int], ...]:

@@ -23,7 +23,13 @@ from kvweave.fuse.request import PromptChunk
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
-from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
+from kvweave.hosts.vllm.orders import (
+    EncodeOrder,
+    ForgetOrder,
+    FuseOrder,
+    StepOrders,
+    StepReport,
+)
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.model.sequence_kv import SequenceKV
@@ -47,17 +53,21 @@ class WorkerHalf:
         self._store = store
         self._identity = identity
         self._turns = Turns()
-        self._maker = ChunkMaker(self._encode)
+        self._maker = ChunkMaker(self._work_off)
         self._encoders: OrderedDict[tuple[tuple[int, ...], str], ChunkEncoder] = OrderedDict()
         self._encoders_lock = threading.Lock()  # the maker's thread asks for them too
         self._buffer: SequenceKV | None = None
         self._report = StepReport()
         self._failed_blocks: set[int] = set()
+        self._gone: list[ChunkKey] = []  # deleted since the last report
 
     # ---- a step
 
     def fill(self, orders: StepOrders) -> None:
-        """Before the forward pass: fill blocks. Encode orders are noted."""
+        """Before the forward pass: delete what is no more, fill blocks. Encode orders are noted."""
+        for gone in orders.forget:
+            self._work_off(gone)
+            self._maker.put(gone)  # once more, behind what is being encoded
         for order in orders.fuse:
             started_s = time.perf_counter()
             try:
@@ -80,6 +90,8 @@ class WorkerHalf:
     def take_report(self) -> StepReport:
         settled, made = self._maker.take_settled()
         self._report.add(StepReport(settled=settled, made=list(made)))
+        gone, self._gone = self._gone, []
+        self._report.lost += gone
         report, self._report = self._report, StepReport()
         return report
 
@@ -157,7 +169,16 @@ class WorkerHalf:
         self._buffer.clear()
         return self._buffer
 
-    # ---- encoding
+    # ---- encoding and forgetting
+
+    def _work_off(self, order: EncodeOrder | ForgetOrder) -> list[ChunkKey]:
+        """Any thread. Keys of what is stored from now on."""
+        if isinstance(order, EncodeOrder):
+            return self._encode(order)
+        keys = self._store.delete_chunks(order.chunk_ids)
+        log.info("%d chunks are no more: %d stored KV deleted", len(order.chunk_ids), len(keys))
+        self._gone.extend(keys)
+        return []
 
     def _encode(self, order: EncodeOrder, encoder: ChunkEncoder | None = None) -> list[ChunkKey]:
         """Any thread: what needs the model is done on the worker's."""

@@ -142,7 +142,8 @@ class S3Tier:
                 )
             )
         except TierError as error:
-            response: Any = getattr(error.__cause__, "response", {})
+            # None where the connection broke before there was one
+            response: Any = getattr(error.__cause__, "response", None) or {}
             code = response.get("Error", {}).get("Code", "")
             if code in _ABSENT:
                 return None

@@ -13,12 +13,15 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvweave.app.weave import Answer
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import as_api_error, error_response
 
 log = logging.getLogger("kvweave.requests")
 
 Format = Literal["human", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+PROBES = ("/healthz", "/readyz", "/metrics")  # asked every few seconds: written at debug alone
 
 HEADER = b"x-request-id"
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -76,9 +79,35 @@ class RequestLog:
             "status": status,
             "ms": round(ms, 1),
             "tenant": tenant_of(scope),
+            **_of_answer(scope),
         }
-        level, words = (logging.INFO, "") if ms <= self._slow_ms else (logging.WARNING, "slow: ")
+        usual = logging.DEBUG if scope["path"] in PROBES and status < 400 else logging.INFO
+        level, words = (usual, "") if ms <= self._slow_ms else (logging.WARNING, "slow: ")
         log.log(level, "%s%s %s", words, scope["method"], scope["path"], extra={"fields": fields})
+
+
+def _of_answer(scope: Scope) -> dict[str, Any]:
+    """What is known of the first answer to a request, where there was one."""
+    answer = next((job.answer for job in scope.get("state", {}).get("jobs", ())), None)
+    if answer is None:
+        return {}
+    return {
+        "ttft_ms": round(answer.ttft_ms, 1),
+        "prompt_tokens": answer.prompt_tokens,
+        "cached_tokens": answer.cached_tokens,
+        "completion_tokens": answer.completion_tokens,
+        "strategy": strategy_of(answer),
+    }
+
+
+def strategy_of(answer: Answer) -> str:
+    """How the prompt of an answer was prefilled, in a word."""
+    if answer.nothing_found:
+        return "nothing_found"
+    if answer.upstream is not None:
+        told = answer.upstream.told
+        return str(told.get("strategy") or told.get("way") or "upstream")
+    return "full" if answer.explain is None else answer.explain.strategy
 
 
 class JsonLines(logging.Formatter):
@@ -108,16 +137,21 @@ class HumanLines(logging.Formatter):
         fields = getattr(record, "fields", None)
         if fields:
             line += f" {fields['status']} {fields['ms']:.0f} ms"
+        if fields and "ttft_ms" in fields:
+            tokens = f"{fields['prompt_tokens']}+{fields['completion_tokens']} tokens"
+            line += f", first {fields['ttft_ms']:.0f} ms, {tokens}, {fields['strategy']}"
         if request_id.get():
             line += f" [{request_id.get()}]"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def configure_logs(form: Format | None) -> None:
-    """Write logs to stderr. None: warnings alone, for people; otherwise requests as well."""
+def configure_logs(form: Format | None, level: Level | None = None) -> None:
+    """Write logs to stderr. A `level` says from which on; None: warnings, and with a `form`
+    requests as well. Without a form lines are for people."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else HumanLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("kvweave").setLevel(logging.WARNING if form is None else logging.INFO)
+    usual = "warning" if form is None else "info"
+    logging.getLogger("kvweave").setLevel((level or usual).upper())

@@ -52,6 +52,7 @@ class ServerMetrics:
         self._loops = count(
             "looping_answers", "Answers ended because they only repeated themselves"
         )
+        self._nothing = count("nothing_found", "Answers that say that nothing was found")
         self._strategies = count("strategies", "Answers by how they were prefilled", "strategy")
         self._ordered = count("ordered", "Answers whose chunks were moved, by what for", "by")
         self._left_out = count("left_out_chunks", "Chunks not sent: the history holds them")
@@ -79,6 +80,9 @@ class ServerMetrics:
             return
         if self._spans is not None:
             self._spans.tell(answer, queue_s)
+        if answer.nothing_found:  # no model was asked: there is no first token
+            self._nothing.inc()
+            return
         self._first.observe(answer.ttft_ms / 1e3)
         self._made.inc(answer.completion_tokens)
         self._loops.inc(answer.stopped_because == REPETITION)

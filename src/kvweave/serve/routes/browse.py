@@ -11,7 +11,7 @@ from kvweave.app.libraries.library_browser import (
     DocumentKV,
     LibraryBrowser,
 )
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.routes.parameters import Name, check_limit
 from kvweave.serve.wire.kb import (
@@ -44,24 +44,34 @@ def browse_routes(context: Context) -> APIRouter:
         if limit is not None:
             check_limit(limit, MOST_DOCUMENTS)
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_documents, libraries, tenant, name, after, limit))
+        return await tasks.run(
+            partial(_documents, libraries, tenant, name, after, limit),
+            client=client_of(request.scope),
+        )
 
     @routes.get("/{name}/documents/{document_id}")
     async def get_document(request: Request, document_id: str, name: str = Name) -> DocumentDetail:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_document, libraries, tenant, name, document_id))
+        return await tasks.run(
+            partial(_document, libraries, tenant, name, document_id),
+            client=client_of(request.scope),
+        )
 
     @routes.get("/{name}/chunks/{chunk_id}")
     async def get_chunk(request: Request, chunk_id: str, name: str = Name) -> ChunkDetail:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_chunk, libraries, tenant, name, chunk_id))
+        return await tasks.run(
+            partial(_chunk, libraries, tenant, name, chunk_id), client=client_of(request.scope)
+        )
 
     @routes.get("/{name}/hottest")
     async def hottest(request: Request, name: str = Name, limit: int = HOT) -> HotChunkList:
         """The chunks that were in most prompts since the server began."""
         check_limit(limit, MOST_HOT)
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_hottest, libraries, tenant, name, limit))
+        return await tasks.run(
+            partial(_hottest, libraries, tenant, name, limit), client=client_of(request.scope)
+        )
 
     return routes
 
@@ -87,6 +97,7 @@ def _document_out(info: DocumentInfo, browser: LibraryBrowser | None) -> Documen
         chunks=info.num_chunks,
         tokens=info.num_tokens,
         added_at=info.added_at,
+        metadata=info.metadata,
         kv=None if browser is None else _kv_out(browser.kv(info)),
     )
 

@@ -5,6 +5,7 @@ Python callers have it too, and what it means if it is left out, is decided in `
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
+from kvweave.serve.model_names import ModelRef
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
-from kvweave.serve.routes.sampling import check_model, check_neutral, samplings, transfer_of
+from kvweave.serve.routes.sampling import check_neutral, samplings, transfer_of
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
+    NEUTRAL,
     ChatMessage,
     ChatReply,
     ChatRequest,
@@ -35,6 +38,8 @@ from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
 LONGEST_CONVERSATION_ID = 256
+# fields about how chunks of a knowledge base are found
+SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found")
 OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
@@ -52,8 +57,7 @@ def read_chat(
 ) -> list[Start]:
     """What to start on workers. Raises ApiError or RequestError if the request is unsound."""
     weave = context.weave
-    check_model(request, weave)
-    check_neutral(request, {"store": False})
+    check_neutral(request, NEUTRAL)
     _check_messages(request)
     transfer = transfer_of(request, context)
     if transfer is not None:
@@ -62,20 +66,30 @@ def read_chat(
             raise ApiError(400, message, param="kv_transfer_params")
         tenant = transfer.tenant_of(tenant)
     drawn = samplings(request, _max_tokens(request, context), _logprobs_wanted(request), context)
+    if (schema := _schema(request)) is not None:
+        drawn = [replace(each, json_schema=schema) for each in drawn]
     if request.documents is None and request.kb is None:
         _refuse_without_chunks(request)
         messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
         reuse = None if request.reuse is None else request.reuse.strategy
-        return [
-            partial(weave.chat, messages, sampling=sampling, reuse=reuse, tenant=tenant)
-            for sampling in drawn
-        ]
+        chat = partial(weave.chat, messages, reuse=reuse, tenant=tenant, model=request.model)
+        return [partial(chat, sampling=sampling) for sampling in drawn]
     if request.kb is not None:
         check_name(request.kb)
         if transfer is not None:
             message = "'kb' is looked up by tenant here; a gateway has its own"
             raise ApiError(400, message, param="kb")
     return _over_chunks(request, drawn, context, tenant, measure)
+
+
+def over_kb(request: ChatRequest, asked: ModelRef) -> ChatRequest:
+    """The request with what its model's name means: a model that is served, and perhaps a knowledge
+    base."""
+    kb = request.kb if asked.kb is None else asked.kb
+    if request.kb not in (None, kb):
+        message = f"'model' {asked.name!r} and 'kb' {request.kb!r} differ; send one of them"
+        raise ApiError(400, message, param="kb")
+    return request.model_copy(update={"kb": kb, "model": asked.model})
 
 
 def _check_messages(request: ChatRequest) -> None:
@@ -95,7 +109,7 @@ def _max_tokens(request: ChatRequest, context: Context) -> int:
             "'max_tokens' and 'max_completion_tokens' differ; send one of them",
             param="max_tokens",
         )
-    usual = context.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    usual = context.usual.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     return next((n for n in limits if n is not None), usual)
 
 
@@ -106,10 +120,24 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
+def _schema(request: ChatRequest) -> str | None:
+    """The JSON schema that answers are held to; None: they are text."""
+    form = request.response_format
+    if form is None:
+        return None
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        message = "'response_format.json_schema' goes with type 'json_schema', and only with it"
+        raise ApiError(400, message, param="response_format")
+    return form.schema_text
+
+
 def _refuse_without_chunks(request: ChatRequest) -> None:
-    for name in ("k", "conversation_id", "order", "speculate"):
+    for name in ("k", "conversation_id", "order", "speculate", "cite"):
         if name in request.model_fields_set:
             raise ApiError(400, f"'{name}' needs 'kb' or 'documents'", param=name)
+    for name in SEARCHING:
+        if name in request.model_fields_set:
+            raise ApiError(400, f"'{name}' needs 'kb'", param=name)
     if request.reuse is not None and request.reuse.strategy not in PLAIN_REUSES:
         known = ", ".join(PLAIN_REUSES)
         message = f"'reuse' {request.reuse.strategy!r} needs 'kb' or 'documents'; else: {known}"
@@ -131,6 +159,13 @@ def _over_chunks(
         "history": turns[:-1],
         "conversation_id": request.conversation_id,
         "tenant": tenant,
+        "model": request.model,
+        "cite": request.cite,
+        "filter": request.filter,
+        "retrieval": request.retrieval,
+        "min_score": request.min_score,
+        "rewrite": request.rewrite,
+        "nothing_found": request.nothing_found,
     }
     if request.reuse is not None:
         options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio
@@ -185,6 +220,11 @@ def _documents(request: ChatRequest) -> list[Document] | None:
 
 def _check_retrieval(request: ChatRequest) -> None:
     k, conversation = request.k, request.conversation_id
+    for name in SEARCHING:
+        is_searched = request.kb is not None and request.documents is None
+        if name in request.model_fields_set and not is_searched:
+            message = f"'{name}' is about a search of 'kb'; send no 'documents'"
+            raise ApiError(400, message, param=name)
     if k is not None and request.documents is not None:
         raise ApiError(400, "'k' chooses among a knowledge base; send no 'documents'", param="k")
     if k is not None and not 1 <= k <= MOST_CHUNKS:
@@ -206,7 +246,7 @@ class ChatFormat:
     def __init__(
         self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None]
     ) -> None:
-        """`keep` hears of the first choice once it is finished."""
+        """`model` as the caller calls it; `keep` hears of the first choice once it is finished."""
         with_usage = request.with_usage
         self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
         self._request = request
@@ -232,6 +272,8 @@ class ChatFormat:
             choices=choices,
             usage=usage_of(answers[:1], answers),
             sources=sources_out(answers[0].sources),
+            nothing_found=answers[0].nothing_found,
+            query=answers[0].query,
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
@@ -264,6 +306,8 @@ class ChatFormat:
         end = self._head.end(index, {"delta": {}}, answers[index])
         if index == 0 and (self._request.kb is not None or self._request.documents is not None):
             end["sources"] = [s.model_dump() for s in sources_out(answers[0].sources)]
+            end["nothing_found"] = answers[0].nothing_found
+            end["query"] = answers[0].query
         yield end
 
     def _finished(self, answer: Answer, job: AnswerJob) -> None:

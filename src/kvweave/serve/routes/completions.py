@@ -8,7 +8,6 @@ from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import (
-    check_model,
     check_neutral,
     samplings,
     transfer_of,
@@ -16,6 +15,7 @@ from kvweave.serve.routes.sampling import (
 )
 from kvweave.serve.wire.base import KVTransferOut
 from kvweave.serve.wire.completions import (
+    NEUTRAL,
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
@@ -29,18 +29,24 @@ DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 def read_completion(request: CompletionRequest, context: Context, tenant: str) -> list[Start]:
     """What to start on workers, the answers to a prompt side by side."""
     weave, limits = context.weave, context.limits
-    check_model(request, weave)
-    check_neutral(request, {"echo": False, "best_of": 1, "suffix": ""})
+    check_neutral(request, NEUTRAL)
     if len(request.prompt) > limits.choices:
         message = f"'prompt' must be at most {limits.choices} prompts, got {len(request.prompt)}"
         raise ApiError(400, message, param="prompt")
-    usual = context.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
+    usual = context.usual.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     max_tokens = usual if request.max_tokens is None else request.max_tokens
     drawn = samplings(request, max_tokens, request.logprobs, context, len(request.prompt))
     transfer = transfer_of(request, context)
     tenant = tenant if transfer is None else transfer.tenant_of(tenant)
     return [
-        partial(weave.complete, prompt, sampling=sampling, tenant=tenant, transfer=transfer)
+        partial(
+            weave.complete,
+            prompt,
+            sampling=sampling,
+            tenant=tenant,
+            transfer=transfer,
+            model=request.model,
+        )
         for prompt in request.prompt
         for sampling in drawn
     ]
@@ -101,7 +107,8 @@ class CompletionFormat:
 
     def _transfer(self, answers: Sequence[Answer]) -> KVTransferOut | None:
         """What was done for the first prompt, where a gateway sent it."""
-        return None if self._request.kv_transfer_params is None else transfer_out(answers[0])
+        sent = self._request.kv_transfer_params
+        return None if sent is None else transfer_out(answers[0], len(sent.kvweave.forget))
 
     def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
         if self._request.logprobs is None:

@@ -6,7 +6,7 @@ from functools import partial
 from fastapi import APIRouter, Request
 
 from kvweave.app.libraries.saved_conversations import SavedConversations
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.conversations import (
@@ -32,7 +32,9 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("")
     async def list_conversations(request: Request) -> ConversationList:
-        lines = await tasks.run(partial(kept().all, tenant_of(request.scope)))
+        lines = await tasks.run(
+            partial(kept().all, tenant_of(request.scope)), client=client_of(request.scope)
+        )
         return ConversationList(
             data=[
                 ConversationLineOut(
@@ -47,7 +49,10 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("/{conversation_id}")
     async def get_conversation(request: Request, conversation_id: str) -> ConversationOut:
-        found = await tasks.run(partial(kept().get, tenant_of(request.scope), conversation_id))
+        found = await tasks.run(
+            partial(kept().get, tenant_of(request.scope), conversation_id),
+            client=client_of(request.scope),
+        )
         return ConversationOut(**{**found, "id": conversation_id})
 
     @routes.put("/{conversation_id}")
@@ -55,12 +60,17 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
         body: ConversationIn, request: Request, conversation_id: str
     ) -> ConversationOut:
         said, tenant = body.model_dump(), tenant_of(request.scope)
-        await tasks.run(partial(kept().put, tenant, conversation_id, said))
+        await tasks.run(
+            partial(kept().put, tenant, conversation_id, said), client=client_of(request.scope)
+        )
         return ConversationOut(id=conversation_id, **said)
 
     @routes.delete("/{conversation_id}")
     async def delete_conversation(request: Request, conversation_id: str) -> ConversationRemoved:
-        await tasks.run(partial(kept().delete, tenant_of(request.scope), conversation_id))
+        await tasks.run(
+            partial(kept().delete, tenant_of(request.scope), conversation_id),
+            client=client_of(request.scope),
+        )
         return ConversationRemoved(id=conversation_id)
 
     return routes

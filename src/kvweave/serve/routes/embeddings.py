@@ -11,8 +11,9 @@ from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.embeddings import MOST_CHARS, EmbeddingRequest
 
 
-async def embeddings(request: EmbeddingRequest, context: Context) -> Response:
-    """The reply of EmbeddingReply, made by hand: validating each number again takes longer."""
+async def embeddings(request: EmbeddingRequest, context: Context, client: str) -> Response:
+    """The reply of EmbeddingReply, made by hand: validating each number again takes longer. The
+    work counts as that of `client`."""
     libraries = context.libraries
     name = libraries.config.embedder
     if request.model not in (None, name):
@@ -25,7 +26,9 @@ async def embeddings(request: EmbeddingRequest, context: Context) -> Response:
         if not text:
             raise ApiError(400, f"'input.{place}' is empty; leave it out", param="input")
     as_query = request.input_type == "query"
-    made = await context.tasks.run(partial(libraries.embed, request.input, as_query=as_query))
+    made = await context.tasks.run(
+        partial(libraries.embed, request.input, as_query=as_query), client=client
+    )
     dim = made.vectors.shape[1]
     if request.dimensions not in (None, dim):
         message = f"'dimensions' is not supported other than {dim}, got {request.dimensions}"

@@ -34,6 +34,8 @@ def health_routes(context: Context) -> APIRouter:
         if readiness.preparing is not None:
             message = f"{readiness.preparing}; ready in a moment"
             raise ApiError(503, message, headers={"Retry-After": "1"})
+        if (why := context.weave.why_unready()) is not None:
+            raise ApiError(503, why, headers={"Retry-After": "1"})
         return Ready(model=context.weave.model_name)
 
     @routes.get(

@@ -19,7 +19,6 @@ from kvweave.app.question import TOP_K
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.kb import refuse_over_quota
 from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut, WayOut
 from kvweave.serve.wire.kb import report_out
@@ -52,7 +51,9 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("/demo")
     async def demo(request: Request) -> DemoOut:
-        return await tasks.run(partial(_demo, libraries, tenant_of(request.scope)))
+        return await tasks.run(
+            partial(_demo, libraries, tenant_of(request.scope)), client=client_of(request.scope)
+        )
 
     @routes.post(
         "/demo",
@@ -65,10 +66,14 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
         if libraries.config.root is None and NAME not in libraries.names(tenant):
             message = f"no knowledge base {NAME!r} here, and none can be made without --kb-root"
             raise ApiError(404, message)
-        await asyncio.to_thread(refuse_over_quota, context, tenant, NAME)
-        ingest = partial(_ingest, context, tenant)
-        admission = context.writing.admit(client_of(request.scope))
-        work = IngestJob(admission, ingest, lambda: None, turn=(tenant, NAME))
+        let_go = await asyncio.to_thread(context.quotas.hold, tenant, NAME, 0)
+        try:
+            ingest = partial(_ingest, context, tenant)
+            admission = context.writing.admit(client_of(request.scope))
+            work = IngestJob(admission, ingest, let_go, turn=(tenant, NAME))
+        except BaseException:
+            let_go()
+            raise
         if "text/event-stream" in request.headers.get("accept", ""):
             return EventStream(as_events(work.events(), HEARTBEAT_S), on_close=lambda: None)
         report = report_out(await work.report())

@@ -1,8 +1,10 @@
 """Knowledge bases: upload, list, delete, search. `browse.py` looks around in one."""
 
 import asyncio
+import json
 from contextlib import ExitStack, closing
 from functools import partial
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
 
@@ -11,14 +13,17 @@ from kvweave.app.libraries.libraries import (
     IngestReport,
     Later,
     Libraries,
+    Metadata,
     NoSuchKnowledgeBase,
     OnProgress,
+    SearchOptions,
+    check_metadata,
     check_name,
 )
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.parameters import Name
+from kvweave.serve.routes.parameters import Name, check_limit
 from kvweave.serve.uploads.ingest_job import IngestJob
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
@@ -27,6 +32,7 @@ from kvweave.serve.wire.kb import (
     HitList,
     HitOut,
     IngestOut,
+    KnowledgeBaseChange,
     KnowledgeBaseList,
     KnowledgeBaseOut,
     KnowledgeBaseRemoved,
@@ -37,7 +43,9 @@ from kvweave.serve.wire.kb import (
 )
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
+from kvweave.serve.workers.task_pool import Admission
 
+MOST_LISTED = 500  # knowledge bases of one page
 LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred words
 
 
@@ -46,14 +54,24 @@ def kb_routes(context: Context) -> APIRouter:
     libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
 
     @routes.get("")
-    async def list_knowledge_bases(request: Request) -> KnowledgeBaseList:
+    async def list_knowledge_bases(
+        request: Request, after: str | None = None, limit: int | None = None
+    ) -> KnowledgeBaseList:
+        """All knowledge bases by name; with `limit` a page of those behind the one `after`."""
+        if limit is not None:
+            check_limit(limit, MOST_LISTED)
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_knowledge_bases, libraries, tenant))
+        return await tasks.run(
+            partial(_knowledge_bases, libraries, tenant, after, limit),
+            client=client_of(request.scope),
+        )
 
     @routes.get("/{name}")
     async def get_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseOut:
         tenant = tenant_of(request.scope)
-        return await tasks.run(partial(_one_knowledge_base, libraries, tenant, name))
+        return await tasks.run(
+            partial(_one_knowledge_base, libraries, tenant, name), client=client_of(request.scope)
+        )
 
     @routes.post(
         "/{name}/documents",
@@ -62,25 +80,18 @@ def kb_routes(context: Context) -> APIRouter:
         openapi_extra=UPLOAD_BODY,
     )
     async def upload_documents(
-        request: Request, name: str = Name, wait_for_kv: bool = False
+        request: Request, name: str = Name, wait_for_kv: bool = False, metadata: str = "{}"
     ) -> Response | IngestOut:
-        tenant = tenant_of(request.scope)
-        if libraries.config.root is None and name not in libraries.names(tenant):
-            message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
-            raise ApiError(404, message)
-        check_name(name)
-        await asyncio.to_thread(refuse_over_quota, context, tenant, name)
-        # before anything of the body is read
-        admission = context.writing.admit(client_of(request.scope))
-        try:
-            with ExitStack() as spooled:
-                spool = spooled.enter_context(closing(Spool()))
-                sources = await uploads.read(request, spool)
-                ingest = partial(_ingest, context, tenant, name, sources, wait_for_kv)
-                work = IngestJob(admission, ingest, spool.close, turn=(tenant, name))
-                spooled.pop_all()  # from here on it goes when the work is over
-        finally:
-            admission.leave()
+        """`metadata`: a JSON object for all files of a form."""
+        tenant, said = tenant_of(request.scope), read_metadata(metadata)
+        with ExitStack() as held:
+            admission = await admit_upload(context, request, name, held)
+            spool = held.enter_context(closing(Spool()))
+            sources = await uploads.read(request, spool)
+            upload = Upload(tenant, name, sources, wait_for_kv, said)
+            ingest = partial(ingest_upload, context, upload)
+            over = held.pop_all()  # from here on it goes when the work is over
+            work = IngestJob(admission, ingest, over.close, turn=(tenant, name))
         if "text/event-stream" in request.headers.get("accept", ""):
             events = as_events(work.events(), HEARTBEAT_S)
             return EventStream(events, on_close=lambda: None)
@@ -94,15 +105,31 @@ def kb_routes(context: Context) -> APIRouter:
     async def delete_document(request: Request, document_id: str, name: str = Name) -> RemovedOut:
         tenant = tenant_of(request.scope)
         remove = partial(libraries.remove, tenant, name, document_id)
-        removed = await context.writing.run(remove, turn=(tenant, name))
+        removed = await context.writing.run(
+            remove, turn=(tenant, name), client=client_of(request.scope)
+        )
         return RemovedOut(id=document_id, chunks=removed)
+
+    @routes.patch("/{name}")
+    async def change_knowledge_base(
+        request: Request, body: KnowledgeBaseChange, name: str = Name
+    ) -> KnowledgeBaseOut:
+        """Change what is usual for its questions."""
+        tenant = tenant_of(request.scope)
+        order = None if body.order == "configured" else body.order
+        change = partial(libraries.set_order, tenant, name, order)
+        await context.writing.run(change, turn=(tenant, name), client=client_of(request.scope))
+        return await tasks.run(
+            partial(_one_knowledge_base, libraries, tenant, name),
+            client=client_of(request.scope),
+        )
 
     @routes.delete("/{name}")
     async def delete_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseRemoved:
         """Delete a knowledge base with all its documents and chunk KV."""
         tenant = tenant_of(request.scope)
         delete = partial(libraries.delete, tenant, name)
-        await context.writing.run(delete, turn=(tenant, name))
+        await context.writing.run(delete, turn=(tenant, name), client=client_of(request.scope))
         context.kept.forget_kb(tenant, name)
         return KnowledgeBaseRemoved(name=name)
 
@@ -116,49 +143,77 @@ def kb_routes(context: Context) -> APIRouter:
         if not 1 <= body.k <= MOST_CHUNKS:
             message = f"'k' must be between 1 and {MOST_CHUNKS}, got {body.k}"
             raise ApiError(400, message, param="k")
-        look = partial(_search, libraries, tenant_of(request.scope), name, body)
+        how = libraries.search_options(body.retrieval, body.min_score, body.filter)
+        look = partial(_search, libraries, tenant_of(request.scope), name, body, how)
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
 
 
-def refuse_over_quota(context: Context, tenant: str, name: str) -> None:
-    """Raises a 403 for an upload of a tenant that has all it may have."""
-    limits, libraries = context.limits, context.libraries
-    if limits.tenant_kbs is not None:
-        names = libraries.names(tenant)
-        if name not in names and len(names) >= limits.tenant_kbs:
-            raise _over_quota(f"you may have {limits.tenant_kbs} knowledge bases, and have them")
-    if limits.tenant_bytes is not None:
-        used = libraries.document_bytes(tenant)
-        if used >= limits.tenant_bytes:
-            most = limits.tenant_bytes / 2**20
-            raise _over_quota(f"your documents take {used / 2**20:,.1f} MiB of {most:,.1f} MiB")
+async def admit_upload(context: Context, request: Request, name: str, held: ExitStack) -> Admission:
+    """Let an upload in, before anything of its body is read; its share and what it counts for
+    quotas are given back with `held`. Raises ApiError or RequestError for one that cannot be
+    taken."""
+    libraries, tenant = context.libraries, tenant_of(request.scope)
+    if libraries.config.root is None and name not in libraries.names(tenant):
+        message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
+        raise ApiError(404, message)
+    check_name(name)
+    num_bytes = int(request.headers.get("content-length") or 0)
+    held.callback(await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes))
+    admission = context.writing.admit(client_of(request.scope))
+    held.callback(admission.leave)
+    return admission
 
 
-def _over_quota(what: str) -> ApiError:
-    return ApiError(403, f"{what}; delete some first", code="quota_exceeded")
+class Upload(NamedTuple):
+    """What is to be taken in, and where."""
+
+    tenant: str
+    name: str
+    sources: list[Later]
+    wait_for_kv: bool
+    metadata: Metadata
 
 
-def _ingest(
-    context: Context,
-    tenant: str,
-    name: str,
-    sources: list[Later],
-    wait_for_kv: bool,
-    progress: OnProgress,
-) -> IngestReport:
+def read_metadata(text: str) -> Metadata:
+    """The `metadata` of a query. Raises a 400 for what is none."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        given = None
+    if not isinstance(given, dict):
+        message = "'metadata' must be a JSON object of texts and numbers"
+        raise ApiError(400, message, param="metadata")
+    return check_metadata(given)
+
+
+def ingest_upload(context: Context, upload: Upload, progress: OnProgress) -> IngestReport:
+    """Take an upload in, on a worker thread. Ends in between where the server stops."""
+
     def told(news: IngestProgress) -> None:
         context.writing.check()
         progress(news)
 
-    libraries = context.libraries
-    return libraries.ingest(tenant, name, sources, chunk_kv=wait_for_kv, progress=told)
+    return context.libraries.ingest(
+        upload.tenant,
+        upload.name,
+        upload.sources,
+        chunk_kv=upload.wait_for_kv,
+        progress=told,
+        metadata=upload.metadata,
+    )
 
 
-def _knowledge_bases(libraries: Libraries, tenant: str) -> KnowledgeBaseList:
-    names = libraries.names(tenant)
-    return KnowledgeBaseList(data=[_knowledge_base(libraries, tenant, name) for name in names])
+def _knowledge_bases(
+    libraries: Libraries, tenant: str, after: str | None, limit: int | None
+) -> KnowledgeBaseList:
+    names = [name for name in libraries.names(tenant) if after is None or name > after]
+    shown = names[:limit]
+    return KnowledgeBaseList(
+        data=[_knowledge_base(libraries, tenant, name) for name in shown],
+        next=shown[-1] if len(names) > len(shown) else None,
+    )
 
 
 def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
@@ -177,11 +232,15 @@ def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBa
         tokens=status.totals.num_tokens,
         kv=kv_out(status.kv),
         problem=status.problem,
+        order=status.order,
     )
 
 
-def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -> HitList:
-    hits = libraries.search(tenant, name, body.query, body.k, body.mode)
+def _search(
+    libraries: Libraries, tenant: str, name: str, body: SearchRequest, how: SearchOptions
+) -> HitList:
+    with libraries.browse(tenant, name) as browser:
+        found = browser.search(body.query, body.k, how)
     return HitList(
         data=[
             HitOut(
@@ -191,7 +250,10 @@ def _search(libraries: Libraries, tenant: str, name: str, body: SearchRequest) -
                 text=hit.chunk.text,
                 tokens=len(hit.chunk.token_ids),
                 score=float(hit.score),
+                chars=chars,
+                tier=tier,
+                fate="computed" if tier is None else "reused",
             )
-            for hit in hits
+            for hit, chars, tier in found
         ]
     )

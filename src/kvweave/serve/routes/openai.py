@@ -5,43 +5,48 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.chat import ChatFormat, read_chat
+from kvweave.serve.model_names import ListedModel
+from kvweave.serve.routes.chat import ChatFormat, over_kb, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
 from kvweave.serve.routes.reply import reply
 from kvweave.serve.wire.chat import ChatReply, ChatRequest
 from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
 from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
-from kvweave.serve.wire.schema import ANSWER_ERRORS, ERRORS, or_events
+from kvweave.serve.wire.schema import ANSWER_ERRORS, TASK_ERRORS, or_events
 from kvweave.serve.wire.status import ModelCard, ModelList
 
 
 def openai_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["OpenAI"])
     weave, answers, limits = context.weave, context.answers, context.limits
+    names, tasks = context.models, context.tasks
     started = int(time.time())
 
-    def card() -> ModelCard:
+    def card(listed: ListedModel) -> ModelCard:
+        is_model = listed.kind in ("model", "alias")
         return ModelCard(
-            id=weave.model_name,
+            id=listed.name,
             created=started,
-            max_model_len=weave.max_context,
-            kv_transfer=weave.takes_transfer,
+            kind=listed.kind,
+            max_model_len=None if listed.model is None else weave.models().get(listed.model),
+            kv_transfer=is_model and weave.takes_transfer,
         )
 
-    @routes.get("/models", responses=ERRORS)
-    async def models() -> ModelList:
-        return ModelList(data=[card()])
+    @routes.get("/models", responses=TASK_ERRORS)
+    async def models(request: Request) -> ModelList:
+        """What a request may call the model; each knowledge base is one too."""
+        listed = await tasks.run(
+            partial(names.listed, tenant_of(request.scope)), client=client_of(request.scope)
+        )
+        return ModelList(data=[card(each) for each in listed])
 
-    @routes.get("/models/{name:path}", responses={**ERRORS})
-    async def model(name: str) -> ModelCard:
-        if name != weave.model_name:
-            message = f"no model {name!r} here; this server has {weave.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        return card()
+    @routes.get("/models/{name:path}", responses=TASK_ERRORS)
+    async def model(request: Request, name: str) -> ModelCard:
+        found = partial(names.find, name, tenant_of(request.scope))
+        return card(await tasks.run(found, client=client_of(request.scope)))
 
     @routes.post(
         "/chat/completions",
@@ -50,9 +55,10 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
     )
     async def chat_completions(body: ChatRequest, request: Request) -> object:
-        tenant = tenant_of(request.scope)
+        tenant, asked = tenant_of(request.scope), names.read(body.model)
+        body = over_kb(body, asked)
         starts = read_chat(body, context, tenant)
-        form = ChatFormat(weave.model_name, body, partial(context.kept.add, tenant))
+        form = ChatFormat(asked.name, body, partial(context.kept.add, tenant))
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
@@ -63,14 +69,16 @@ def openai_routes(context: Context) -> APIRouter:
         responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
     )
     async def completions(body: CompletionRequest, request: Request) -> object:
+        asked = names.read_plain(body.model)
+        body = body.model_copy(update={"model": asked.model})
         starts = read_completion(body, context, tenant_of(request.scope))
-        form = CompletionFormat(weave.model_name, body)
+        form = CompletionFormat(asked.name, body)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )
 
     @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        return await embeddings(body, context)
+        return await embeddings(body, context, client_of(request.scope))
 
     return routes

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import ApiError
-from kvweave.serve.wire.base import Usage
+from kvweave.serve.wire.base import PromptTokensDetails, Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
 
@@ -85,6 +85,7 @@ async def reply(
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
     failure, too long a time, a server that stops."""
     jobs = pool.submit(starts, tenant_of(request.scope), piecewise=stream)
+    request.scope.setdefault("state", {})["jobs"] = jobs  # for the line in the log
     alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 
@@ -189,4 +190,12 @@ def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Usage:
     """`prompts`: one answer to each prompt. A prompt counts once, however many answers it has."""
     read = sum(answer.prompt_tokens for answer in prompts)
     made = sum(answer.completion_tokens for answer in answers)
-    return Usage(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)
+    cached = [answer.cached_tokens for answer in prompts]
+    known = [count for count in cached if count is not None]
+    details = PromptTokensDetails(cached_tokens=sum(known)) if len(known) == len(cached) else None
+    return Usage(
+        prompt_tokens=read,
+        completion_tokens=made,
+        total_tokens=read + made,
+        prompt_tokens_details=details,
+    )

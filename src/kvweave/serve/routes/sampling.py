@@ -1,42 +1,47 @@
 """The fields that say how answers are drawn, and how many."""
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvweave.app.hosts import ModelHost
 from kvweave.app.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
+from kvweave.serve.errors import ApiError, quoted
 from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
+from kvweave.types import ChunkId
 
 # fields of `Sampling` that a request may leave to the configuration and the model
-DRAWN = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop_loops")
+DRAWN = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop_loops",
+)
+
+# what each field may hold that clients send where they ask for nothing
+Neutral = Mapping[str, Sequence[object]]
 
 
-def check_model(request: SamplingFields, weave: ModelHost) -> None:
-    """Raise a 404 unless the request is for the model that is served."""
-    if request.model not in (None, weave.model_name):
-        raise ApiError(
-            404,
-            f"no model {request.model!r} here; this server has {weave.model_name!r}",
-            param="model",
-            code="model_not_found",
-        )
-
-
-def check_neutral(request: SamplingFields, neutral: dict[str, object]) -> None:
-    """Fields that clients send with the value that asks for nothing: no other is accepted."""
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0, **neutral}
-    given = request.model_dump(include=set(neutral))
-    for name, value in neutral.items():
-        if (got := given[name]) != value:
-            wants = str(value).lower() or "an empty string"
-            message = f"'{name}' is not supported other than {wants}, got {got!r}"
+def check_neutral(request: SamplingFields, neutral: Neutral) -> None:
+    """Fields that clients send with a value that asks for nothing: no other is accepted."""
+    for name, values in {"logit_bias": [{}], **neutral}.items():
+        got = getattr(request, name)
+        if name in request.model_fields_set and not any(_is_same(got, each) for each in values):
+            wants = " or ".join(json.dumps(value) for value in values)
+            message = f"'{name}' is not supported other than {wants}, got {quoted(got)}"
             raise ApiError(400, message, param=name)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
+
+
+def _is_same(got: object, value: object) -> bool:
+    return type(got) is type(value) and got == value  # 0 is not false
 
 
 def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
@@ -56,10 +61,11 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
         bound=sent.bound,
         asked=None if sent.asked is None else (sent.asked[0], sent.asked[1]),
         tenant=sent.tenant,
+        forget=tuple(ChunkId(each) for each in sent.forget),
     )
 
 
-def transfer_out(answer: Answer) -> KVTransferOut:
+def transfer_out(answer: Answer, forgotten: int = 0) -> KVTransferOut:
     """What was done for a prompt that a gateway sent."""
     record = answer.explain
     counts = {"exact": 0, "reused": 0, "recomputed": 0, "computed": answer.prompt_tokens}
@@ -74,6 +80,7 @@ def transfer_out(answer: Answer) -> KVTransferOut:
         recomputed=counts["recomputed"],
         computed=counts["computed"],
         why=None if record is None else record.why,
+        forgotten=forgotten,
     )
     return KVTransferOut(kvweave=told)
 
@@ -92,13 +99,14 @@ def samplings(
     asked = {name: getattr(request, name) for name in DRAWN if name in request.model_fields_set}
     first = context.weave.sampling(
         {
-            **context.sampling,
+            **context.usual.sampling,
             **asked,
             "max_tokens": max_tokens,
             "stop": tuple(request.stop),
             "logprobs": logprobs,
         },
         built_in={"temperature": request.temperature},  # of the wire format
+        model=request.model,
     )
     return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
 

@@ -10,7 +10,7 @@ from kvweave.app.auto.quality_view import quality_of
 from kvweave.app.libraries.cache_view import evictions, misses, tier_lines, titles
 from kvweave.app.libraries.libraries import check_name
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import tenant_of
+from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.observe.memory import resident_bytes
 from kvweave.serve.routes.parameters import check_limit
@@ -45,14 +45,18 @@ def watching_routes(context: Context, weave: Weave) -> APIRouter:
     @routes.get("/stats")
     async def stats(request: Request) -> StatsOut:
         """Load, caches, and the last half hour."""
-        return await tasks.run(partial(_stats, context, weave, tenant_of(request.scope)))
+        return await tasks.run(
+            partial(_stats, context, weave, tenant_of(request.scope)),
+            client=client_of(request.scope),
+        )
 
     @routes.get("/tree")
     async def tree(request: Request, node: str | None = None, limit: int = NODES) -> TreeOut:
         """What hangs below a node of the knowledge tree; what begins paths, without one."""
         check_limit(limit, MOST_NODES)
         return await tasks.run(
-            partial(_tree, context, weave, tenant_of(request.scope), node, limit)
+            partial(_tree, context, weave, tenant_of(request.scope), node, limit),
+            client=client_of(request.scope),
         )
 
     @routes.get("/quality")
@@ -60,7 +64,10 @@ def watching_routes(context: Context, weave: Weave) -> APIRouter:
         """What reuse costs with this model, what the gate lets through, what the audit found."""
         if kb is not None:
             check_name(kb)
-        return await tasks.run(partial(_quality, context, weave, tenant_of(request.scope), kb))
+        return await tasks.run(
+            partial(_quality, context, weave, tenant_of(request.scope), kb),
+            client=client_of(request.scope),
+        )
 
     return routes
 

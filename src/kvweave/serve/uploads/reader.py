@@ -90,7 +90,7 @@ def _read_text(spool: Spool) -> TextSource:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if not given.text.strip():
         raise ApiError(400, "'text' is empty; send some", param="text")
-    return TextSource(given.title, given.text, given.key)
+    return TextSource(given.title, given.text, given.key, given.metadata)
 
 
 def shown_name(name: str) -> str:

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from kvweave.app.libraries.libraries import NAME
 
 NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
+MOST_FORGOTTEN = 4096  # chunks in one request
 MOST_CHUNKS = 1000  # that `k` may ask for
 MOST_STOPS = 4
 MOST_MESSAGES = 2048  # of one chat
@@ -96,6 +97,10 @@ class SpansIn(Incoming):
     bound: float | None = None
     asked: TokenSpan | None = None  # what the user wrote; left out: all behind the chunks
     tenant: Text = ""  # of the gateway: tenants share no KV
+    # ids of chunks that are no more: KV that was kept of them is deleted
+    forget: Annotated[list[Text], BeforeValidator(at_most(MOST_FORGOTTEN, "ids"))] = Field(
+        default_factory=list
+    )
 
 
 class KVTransferIn(Incoming):
@@ -106,6 +111,7 @@ class KVTransferIn(Incoming):
 
 class StreamOptions(Incoming):
     include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers; none is made here
 
 
 class SamplingFields(Incoming):
@@ -124,9 +130,10 @@ class SamplingFields(Incoming):
     n: Annotated[int, schema_only(minimum=1, maximum=16)] = 1  # answers to each prompt
     stream: bool = False
     stream_options: StreamOptions | None = None
+    presence_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
+    frequency_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
     # Only the value that asks for nothing is accepted:
-    presence_penalty: Annotated[float, schema_only(const=0)] = 0.0
-    frequency_penalty: Annotated[float, schema_only(const=0)] = 0.0
+    logit_bias: Annotated[Any, schema_only(enum=[{}])] = None
     kv_transfer_params: KVTransferIn | None = None  # extension; of a gateway
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
@@ -153,16 +160,22 @@ class TransferOut(Outgoing):
     recomputed: int
     computed: int
     why: str | None = None
+    forgotten: int = 0  # chunks whose KV was deleted as it was asked
 
 
 class KVTransferOut(Outgoing):
     kvweave: TransferOut
 
 
+class PromptTokensDetails(Outgoing):
+    cached_tokens: int  # whose KV was there: exact, or reused
+
+
 class Usage(Outgoing):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None  # null: an upstream does not say
 
 
 class ErrorDetail(Outgoing):

@@ -1,10 +1,12 @@
 """POST /v1/chat/completions: request and reply, as OpenAI's API has them. Extensions are marked."""
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvweave.app.question import ANY_OBJECT
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
     MOST_DOCUMENTS,
@@ -40,6 +42,10 @@ class ChatMessage(Incoming):
     content: Annotated[
         list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
     ]
+    # What clients send back of an assistant's message, with the value that says nothing:
+    tool_calls: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
+    annotations: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
+    refusal: Annotated[str, Field(max_length=0)] = ""
 
     @property
     def text(self) -> str:
@@ -91,6 +97,29 @@ def _named(reuse: Any) -> Any:
 AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str | ReuseIn)]
 
 
+class JsonSchemaIn(Incoming):
+    """What an answer in JSON has to be."""
+
+    name: Text = ""  # the caller's own, as the next
+    description: Text = ""
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = True  # it is always held to
+
+
+class ResponseFormatIn(Incoming):
+    """JSON mode, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaIn | None = None  # with its type alone
+
+    @property
+    def schema_text(self) -> str | None:
+        """The schema that the answer is held to; None: it is text."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return ANY_OBJECT if self.type == "json_object" else None
+
+
 class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
 
@@ -106,13 +135,47 @@ class ChatRequest(SamplingFields):
     order: Literal["as_found", "free", "auto"] | None = None  # may chunks move?
     reuse: AnyReuse | None = None
     speculate: Literal["auto", "on", "off"] | None = None  # compute while a search goes on?
+    retrieval: Literal["vector", "words", "hybrid"] | None = None  # how chunks are found
+    min_score: float | None = None  # of a chunk that counts
+    filter: dict[str, Any] = Field(default_factory=dict)  # what metadata its document has
+    rewrite: bool | None = None  # a follow-up is searched for as the model puts it
+    nothing_found: Literal["say", "answer"] | None = None  # where no chunk is
+    cite: bool = False  # put the numbers of sources behind sentences
     explain: bool = False  # say in the reply what was done
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens
+    response_format: ResponseFormatIn | None = None  # left out: text
     logprobs: bool = False
     top_logprobs: Annotated[int | None, schema_only(minimum=0, maximum=20)] = None
-    store: Annotated[bool, schema_only(const=False)] = False
-    metadata: dict[str, str] | None = None  # the caller's own
+    # Only the values that ask for nothing are accepted: NEUTRAL
+    store: Annotated[Any, schema_only(enum=[False])] = None
+    tools: Annotated[Any, schema_only(enum=[[]])] = None
+    tool_choice: Annotated[Any, schema_only(enum=["none", "auto"])] = None
+    functions: Annotated[Any, schema_only(enum=[[]])] = None
+    function_call: Annotated[Any, schema_only(enum=["none", "auto"])] = None
+    modalities: Annotated[Any, schema_only(enum=[["text"]])] = None
+    service_tier: Annotated[Any, schema_only(enum=["auto", "default"])] = None
+    reasoning_effort: Annotated[Any, schema_only(enum=["none"])] = None
+    verbosity: Annotated[Any, schema_only(enum=["medium"])] = None
+    parallel_tool_calls: bool | None = None  # there are no tools
+    # The caller's own bookkeeping
+    metadata: dict[str, str] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+
+# Fields that clients send where they want what is usual, and what they may hold
+NEUTRAL: dict[str, list[object]] = {
+    "store": [False],
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+    "service_tier": ["auto", "default"],
+    "reasoning_effort": ["none"],
+    "verbosity": ["medium"],
+}
 
 
 class TopLogprob(Outgoing):
@@ -153,4 +216,6 @@ class ChatReply(Outgoing):
     choices: list[ReplyChoice]
     usage: Usage
     sources: list[SourceOut]  # extension; the chunks of `kb` or `documents`, best first
+    nothing_found: bool = False  # extension; no chunk was, and the reply says so
+    query: str | None = None  # extension; what was searched for, where a follow-up was rewritten
     explain: Explain | None = None  # extension; where it was asked for

@@ -1,9 +1,36 @@
 """Knowledge bases over HTTP: requests and replies, and replies made of what `app` gives."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from kvweave.app.libraries.libraries import IngestProgress, IngestReport, KVProgress
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from kvweave.app.libraries.libraries import (
+    IngestProgress,
+    IngestReport,
+    KVProgress,
+    check_metadata,
+)
+from kvweave.errors import RequestError
 from kvweave.serve.wire.base import Incoming, Outgoing, Text
+
+OrderName = Literal["as_found", "free", "auto"]
+
+
+def _metadata(value: Any) -> Any:
+    """Judged by the room that keeps it, in its words."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("metadata", "must be an object of texts and numbers")
+    try:
+        return check_metadata(value)
+    except RequestError as error:
+        raise PydanticCustomError("metadata", "{why}", {"why": str(error)}) from None
+
+
+MetadataIn = Annotated[
+    dict[str, Any],
+    BeforeValidator(_metadata, json_schema_input_type=dict[str, str | int | float]),
+]
 
 
 class TextIn(Incoming):
@@ -12,6 +39,7 @@ class TextIn(Incoming):
     text: Text
     title: Text = ""
     key: Text | None = None  # the same key later means an update; left out: the content is the key
+    metadata: MetadataIn = Field(default_factory=dict)  # texts and numbers that filters ask for
 
 
 class SearchRequest(Incoming):
@@ -19,7 +47,9 @@ class SearchRequest(Incoming):
 
     query: Text
     k: int = 5
-    mode: Literal["vector", "words", "hybrid"] = "vector"
+    retrieval: Literal["vector", "words", "hybrid"] | None = None  # left out: as configured
+    min_score: float | None = None  # of a chunk that counts; left out: as configured
+    filter: dict[str, Any] = Field(default_factory=dict)  # what metadata its document has
 
 
 class KVOut(Outgoing):
@@ -40,11 +70,20 @@ class KnowledgeBaseOut(Outgoing):
     tokens: int  # of distinct chunks
     kv: KVOut
     problem: str | None = None  # it cannot be used: what is wrong; its counts are 0 then
+    # whether chunks may move in the prompts of questions that do not say it; None: as configured
+    order: str | None = None
+
+
+class KnowledgeBaseChange(Incoming):
+    """What may be changed of a knowledge base."""
+
+    order: OrderName | Literal["configured"]
 
 
 class KnowledgeBaseList(Outgoing):
     object: Literal["list"] = "list"
     data: list[KnowledgeBaseOut]
+    next: str | None = None  # for `after`: there are more
 
 
 class DocumentKVOut(Outgoing):
@@ -63,6 +102,7 @@ class DocumentOut(Outgoing):
     chunks: int
     tokens: int
     added_at: float  # seconds since 1970
+    metadata: dict[str, str | int | float]  # as it was given
     kv: DocumentKVOut | None = None  # where `limit` was given
 
 
@@ -92,6 +132,7 @@ class DocumentDetail(Outgoing):
     chunks: int
     tokens: int
     added_at: float
+    metadata: dict[str, str | int | float]
     kv: DocumentKVOut
     pieces: list[ChunkLineOut]  # in order
 
@@ -193,6 +234,9 @@ class HitOut(Outgoing):
     text: str
     tokens: int
     score: float
+    chars: tuple[int, int] | None  # of its document that it covers, [start, end)
+    tier: str | None  # that has its KV now; null: none has
+    fate: Literal["reused", "computed"]  # of its KV, if it stood in a prompt now
 
 
 class HitList(Outgoing):

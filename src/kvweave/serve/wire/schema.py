@@ -38,7 +38,6 @@ def refusals(*statuses: int) -> Responses:
     }
 
 
-ERRORS = refusals(400, 401, 403, 404, 405, 500, 503)
 ANSWER_ERRORS = refusals(400, 401, 403, 404, 405, 408, 413, 429, 500, 503, 504)
 TASK_ERRORS = refusals(400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 KB_ERRORS = refusals(400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 500, 503, 507)

@@ -34,32 +34,29 @@ class EventStream(StreamingResponse):
 async def as_events(
     chunks: AsyncIterator[dict[str, Any]], heartbeat_s: float | None = None
 ) -> AsyncIterator[str]:
-    """Chunks as events. The status has been sent, so a failure is an event too, and the last. A
+    """Chunks as events, those that are there at the same time in one text: each text is a write
+    here and a read there. The status has been sent, so a failure is an event too, and the last. A
     comment goes out where there was none for `heartbeat_s`: proxies cut what is silent."""
+    events: list[str] = []
+    waiting = asyncio.ensure_future(anext(chunks))
     try:
-        async for chunk in chunks if heartbeat_s is None else _or_silence(chunks, heartbeat_s):
-            yield HEARTBEAT if chunk is None else _event(chunk)
+        while True:
+            if not events:
+                while not (await asyncio.wait({waiting}, timeout=heartbeat_s))[0]:
+                    yield HEARTBEAT
+            elif not waiting.done():
+                yield "".join(events)
+                events.clear()
+                continue
+            events.append(_event(waiting.result()))
+            waiting = asyncio.ensure_future(anext(chunks))
+            await asyncio.sleep(0)  # a turn: what is there by then goes along
+    except StopAsyncIteration:
+        yield "".join([*events, DONE])
     except Exception as error:  # nothing above could still tell the client
-        yield _event(error_body(as_api_error(error)))
-    else:
-        yield DONE
-
-
-async def _or_silence(
-    chunks: AsyncIterator[dict[str, Any]], silence_s: float
-) -> AsyncIterator[dict[str, Any] | None]:
-    """Chunks as they come, and None for each time that none came for so long."""
-    while True:
-        waiting = asyncio.ensure_future(anext(chunks))
-        try:
-            while not (await asyncio.wait({waiting}, timeout=silence_s))[0]:
-                yield None
-            chunk = waiting.result()
-        except StopAsyncIteration:
-            return
-        finally:
-            waiting.cancel()
-        yield chunk
+        yield "".join([*events, _event(error_body(as_api_error(error)))])
+    finally:
+        waiting.cancel()
 
 
 def _event(document: dict[str, Any]) -> str:

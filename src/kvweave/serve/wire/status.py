@@ -10,6 +10,8 @@ class ModelCard(Outgoing):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "kvweave"
+    # extension; alias: another name of the model, kb: it answers from a knowledge base
+    kind: Literal["model", "alias", "kb", "embedder"] = "model"
     # tokens of prompt and answer together, by the name other servers use; null: not known
     max_model_len: int | None
     kv_transfer: bool = False  # extension; takes `kv_transfer_params`

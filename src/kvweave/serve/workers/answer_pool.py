@@ -74,6 +74,7 @@ class AnswerJob:
         self.tenant = tenant
         self.mailbox = Mailbox()
         self._tenants = tenants
+        self.answer: Answer | None = None  # once it is finished
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open
         self._start = start
         self._piecewise = piecewise
@@ -121,6 +122,7 @@ class AnswerJob:
                 log.info("abandoned an answer")
                 self.mailbox.fail(_gone())
             else:
+                self.answer = answer
                 self.mailbox.end(answer)
                 self._tenants.answered(self.tenant, answer)
         self._meter.ended(outcome, answer, self.queue_s)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 
 from kvweave.app.weave import Sampling, Weave
-from kvweave.errors import EngineClosed
+from kvweave.errors import ConfigError, EngineClosed, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class EngineWatch:
         self._closed = threading.Event()
         self._probing: threading.Thread | None = None
         self._probe_failed: str | None = None
+        self._refused_at = 0  # failures in a row when a request of the watch was refused
         self._thread = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     def start(self) -> None:
@@ -71,19 +72,28 @@ class EngineWatch:
             return f"the engine hangs: a step has taken more than {self._stuck_s:g} s"
         if self._probe_failed is not None:
             return self._probe_failed
+        if not pulse.failed_in_row:
+            self._refused_at = 0
         is_probing = self._probing is not None and self._probing.is_alive()
-        if pulse.failed_in_row >= SUSPECT and not is_probing:
+        is_new = pulse.failed_in_row > self._refused_at
+        if pulse.failed_in_row >= SUSPECT and is_new and not is_probing:
             log.warning("%d requests failed one after another; trying one", pulse.failed_in_row)
             # on a thread of its own: it may hang, and this one must see it
-            self._probing = threading.Thread(target=self._probe, name="probe", daemon=True)
+            self._probing = threading.Thread(
+                target=self._probe, args=(pulse.failed_in_row,), name="probe", daemon=True
+            )
             self._probing.start()
         return None
 
-    def _probe(self) -> None:
-        """A request that cannot be to blame. A token of it ends the row of failures."""
+    def _probe(self, failed_in_row: int) -> None:
+        """A request that cannot be to blame. A token of it ends the row of failures. One that is
+        refused was not computed and tells nothing: the next failure is the time to try again."""
         try:
             self._weave.complete((0,), sampling=Sampling(max_tokens=1), reuse="full").finish()
         except EngineClosed:
             return
+        except (RequestError, ConfigError) as error:
+            log.warning("the request that was to tell was refused: %s", error)
+            self._refused_at = failed_in_row
         except Exception as error:
             self._probe_failed = f"the engine cannot compute any more ({type(error).__name__})"

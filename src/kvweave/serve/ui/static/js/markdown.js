@@ -3,6 +3,7 @@
 import { html } from "./html.js";
 
 const DEEPEST = 8; // quotes in lists in quotes …: what is deeper is plain text
+const LONGEST_LINK = 4096; // characters of [label](url "title")
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 
 /** `cite(number)`: an element for [number], or null where it is no citation. */
@@ -145,8 +146,8 @@ function special(text, at, cite, depth) {
   if (here === "h" && /^https?:\/\//.test(text.slice(at, at + 8))
     && !/\w/.test(text[at - 1] ?? "")) {
     const url = /^[^\s<>"'`)\]]+/.exec(text.slice(at))[0].replace(/[.,;:!?]+$/, "");
-    const made = anchor(url, url);
-    return made && [made, at + url.length];
+    const href = safe(url);
+    return href && [anchor(href, url), at + url.length];
   }
   return null;
 }
@@ -174,28 +175,31 @@ function bracket(text, at, cite, depth) {
     return made && [made, at + number[0].length];
   }
   const found = linked(text, at);
-  if (!found) return null;
-  const made = anchor(found.url, inline(found.label, () => null, depth + 1));
-  return made && [made, found.end];
+  const url = found && safe(found.url); // before its label is looked at
+  return url && [anchor(url, inline(found.label, () => null, depth + 1)), found.end];
 }
 
 /** [label](url "title") at `at`, or null. */
 function linked(text, at) {
-  const middle = text.indexOf("](", at);
-  if (middle < 0 || text.slice(at, middle).includes("\n\n")) return null;
-  const end = text.indexOf(")", middle);
+  const near = text.slice(at, at + LONGEST_LINK); // the rest is not searched for every bracket
+  const middle = near.indexOf("](");
+  if (middle < 0 || near.slice(0, middle).includes("\n\n")) return null;
+  const end = near.indexOf(")", middle);
   if (end < 0) return null;
-  const [url] = text.slice(middle + 2, end).trim().split(/\s/);
-  return { label: text.slice(at + 1, middle), url, end: end + 1 };
+  const [url] = near.slice(middle + 2, end).trim().split(/\s/);
+  return { label: near.slice(1, middle), url, end: at + end + 1 };
+}
+
+/** An address that a link may lead to, or null: relative ones are shown as they were written. */
+function safe(href) {
+  try {
+    const url = new URL(href);
+    return SCHEMES.has(url.protocol) ? url.href : null;
+  } catch {
+    return null;
+  }
 }
 
 function anchor(href, label) {
-  let url;
-  try {
-    url = new URL(href);
-  } catch {
-    return null; // relative, or none: shown as it was written
-  }
-  if (!SCHEMES.has(url.protocol)) return null;
-  return html`<a href=${url.href} target="_blank" rel="noopener noreferrer nofollow">${label}</a>`;
+  return html`<a href=${href} target="_blank" rel="noopener noreferrer nofollow">${label}</a>`;
 }

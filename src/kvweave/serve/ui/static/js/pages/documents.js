@@ -157,7 +157,7 @@ function Search({ kb, found, setFound }) {
     if (!query.trim()) { setFound(null); return; }
     setError(null);
     try {
-      const { data } = await post(kbPath(kb, "search"), { query, k: 10, mode });
+      const { data } = await post(kbPath(kb, "search"), { query, k: 10, retrieval: mode });
       setFound(data);
       announce(`${plural(data.length, "chunk")} found.`);
     } catch (failed) {

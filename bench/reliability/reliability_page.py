@@ -1,0 +1,266 @@
+"""docs/reliability.md out of the results of bench/fault_matrix.py, and the sums over its parts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from reliability.fault_rules import KINDS, OPS
+
+Json = Mapping[str, Any]
+
+TIERS = ("host", "disk", "valkey", "s3", "engine")
+
+
+def latest(runs: Iterable[Json]) -> dict[str, Any]:
+    """Each part as its last run has it; faults of all runs together."""
+    found: dict[str, Any] = {}
+    for run in runs:
+        where = {"commit": run["commit"], "device": run["device"]}
+        for part in ("kills", "power", "tenants", "bombs"):
+            if part in run:
+                found[part] = {**run[part], **where}
+        if "faults" in run:
+            before = found.get("faults", {"rows": [], "lost": [], "commit": ""})
+            commits = [each for each in (before["commit"], run["commit"]) if each]
+            found["faults"] = {
+                "rows": [*before["rows"], *run["faults"]["rows"]],
+                "lost": [*before["lost"], *run["faults"]["lost"]],
+                **where,
+                "commit": ", ".join(dict.fromkeys(commits)),
+            }
+    return found
+
+
+def summary(runs: Iterable[Json]) -> dict[str, Any]:
+    """What a reader looks at first: how much was tried, and what went wrong."""
+    parts = latest(runs)
+    rows = parts.get("faults", {}).get("rows", [])
+    crashes = [parts.get("kills", {}), parts.get("power", {})]
+    bombs = parts.get("bombs", {})
+    return {
+        "faults": len(rows),
+        "kills": crashes[0].get("kills", 0),
+        "power_cuts": crashes[1].get("power_cuts", 0),
+        "wrong_answers": sum(is_wrong(row) for row in rows)
+        + sum(part.get("wrong_answers", 0) for part in crashes),
+        "lost_documents": len(parts.get("faults", {}).get("lost", []))
+        + sum(part.get("lost_documents", 0) for part in crashes),
+        "stuck_requests": sum(is_stuck(row) for row in rows),
+        "tenant_leaks": parts.get("tenants", {}).get("tenant_leaks"),
+        "not_as_expected": sum(bool(row["problems"]) for row in rows),
+        "healthz_worst_ms": bombs.get("healthz_worst_ms"),
+        "sigterm_worst_s": bombs.get("sigterm_worst_s"),
+        "p99_extra_s": {kind: p99(extra(rows, kind)) for kind in kinds_of(rows)},
+    }
+
+
+def is_wrong(row: Json) -> bool:
+    return any("wrong" in words for words in row["problems"])
+
+
+def is_stuck(row: Json) -> bool:
+    return row["status"] == -1 or any("stuck" in words for words in row["problems"])
+
+
+def kinds_of(rows: Sequence[Json]) -> list[str]:
+    """In the order of the plan, those of the engine behind."""
+    seen = dict.fromkeys(row["kind"] for row in rows)
+    return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
+
+
+def extra(rows: Sequence[Json], kind: str) -> list[float]:
+    return sorted(row["extra_s"] for row in rows if row["kind"] == kind)
+
+
+def p99(ordered: Sequence[float]) -> float:
+    """The value that one of a hundred exceeds; of fewer than a hundred the largest."""
+    return round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3)
+
+
+def page_of(results: Json) -> str:
+    """The whole page."""
+    parts = latest(results["runs"])
+    total = summary(results["runs"])
+    lines = [*_filled(HEAD, {}), *_sums(total), *_faults(parts.get("faults")), *_crashes(parts)]
+    lines += [*_tenants(parts.get("tenants")), *_bombs(parts.get("bombs"))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+HEAD = """
+# Reliability: what was broken on purpose, and what became of it
+
+Made by `python bench/fault_matrix.py --page` from `bench/results/fault_matrix-cpu.json`; a test
+holds it to that file. Every server is `kvweave serve` as a process, asked over HTTP; a fault counts
+if a proxy or a hook saw it strike. What the server promises is in [security.md](security.md) and
+[store.md](store.md). All of it ran on a machine of two cores beside other work: times are rough.
+"""
+FAULTS = """
+## Faults
+
+Commit {commit}, {device}. Right is: the answer of an undisturbed server (in full, or from stored
+KV), or an error of one line; a bound on the time; a counter or a reason; and the tier in use again
+without a restart. Numbers are faults that struck, by tier and by what was being done:
+"""
+LEFT_OUT = """
+Device memory has no rows: it is a GPU's, and this ran on a CPU. Host memory cannot be truncated,
+changed or forbidden from outside a process: its bytes are checked on the way in and trusted from
+then on. A hanging host is a process that is stopped and goes on. Slow, hanging, failing and full
+disks are hooks at the edge to the system (`bench/reliability/fault_hooks.py`); the other faults of
+a disk are done to its files, those of Valkey and S3 to their traffic.
+
+Seconds that a request took longer, and seconds until the tier was in use again:
+"""
+TENANTS = """
+## Tenants
+
+Commit {commit}. What one tenant tried to learn of another, or to do to it:
+"""
+TIMING = """
+Timing: {texts} texts, half of them cached by another tenant. Medians {cached_ms} ms (cached there)
+and {fresh_ms} ms (nowhere); p = {p} that nothing differs. The control, on a tenant's own texts:
+{control_cached_ms} and {control_fresh_ms} ms, p = {control_p}.
+"""
+BOMBS = """
+## Bombs
+
+Commit {commit}. `/healthz` asked from another process while each is sent; left alone, the slowest
+was {healthz_quiet_ms} ms. SIGTERM comes a second after the bomb.
+"""
+
+
+def _filled(text: str, values: Json) -> list[str]:
+    """Lines of a text with `{names}` in it, and one that is empty."""
+    return [*text.strip("\n").format_map(values).splitlines(), ""]
+
+
+def _sums(total: Json) -> list[str]:
+    def shown(value: Any, unit: str = "") -> str:
+        return "not run" if value is None else f"{value:,}{unit}"
+
+    return [
+        "| | |",
+        "|---|---|",
+        f"| faults put in | {shown(total['faults'])} |",
+        f"| kills (`kill -9` under load) | {shown(total['kills'])} |",
+        f"| power cuts | {shown(total['power_cuts'])} |",
+        f"| wrong answers | {shown(total['wrong_answers'])} |",
+        f"| acknowledged documents lost | {shown(total['lost_documents'])} |",
+        f"| requests stuck | {shown(total['stuck_requests'])} |",
+        f"| leaks between tenants | {shown(total['tenant_leaks'])} |",
+        f"| faults with anything not as it should be | {shown(total['not_as_expected'])} |",
+        f"| slowest `/healthz` under a bomb | {shown(total['healthz_worst_ms'], ' ms')} |",
+        f"| slowest end after SIGTERM under a bomb | {shown(total['sigterm_worst_s'], ' s')} |",
+        "",
+    ]
+
+
+def _faults(part: Json | None) -> list[str]:
+    if part is None:
+        return []
+    rows = part["rows"]
+    lines = [
+        *_filled(FAULTS, part),
+        "| tier | " + " | ".join(OPS) + " | other | all |",
+        "|---|" + "---|" * (len(OPS) + 2),
+    ]
+    for tier in TIERS:
+        own = [row for row in rows if row["tier"] == tier]
+        by_op = [sum(row["op"] == op for row in own) for op in OPS]
+        cells = [*by_op, len(own) - sum(by_op), len(own)]
+        lines.append(f"| {tier} | " + " | ".join(str(n) if n else "–" for n in cells) + " |")
+    lines += [
+        "",
+        *_filled(LEFT_OUT, {}),
+        "| what went wrong | faults | longer: median | p99 | longest | back: median | longest |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind in kinds_of(rows):
+        more = extra(rows, kind)
+        back = sorted(
+            row["recovered_s"]
+            for row in rows
+            if row["kind"] == kind and row["recovered_s"] is not None
+        )
+        cells = [f"{_middle(more):.2f}", f"{p99(more):.2f}", f"{more[-1]:.2f}"]
+        cells += [f"{_middle(back):.1f}", f"{back[-1]:.1f}"] if back else ["–", "–"]
+        lines.append(f"| {kind} | {len(more)} | " + " | ".join(cells) + " |")
+    told: dict[str, int] = {}
+    for row in rows:
+        for name in row["counters"]:
+            told[name] = told.get(name, 0) + 1
+    lines += ["", "What told of them in `/metrics`, and for how many faults:", ""]
+    most = sorted(told.items(), key=lambda pair: (-pair[1], pair[0]))
+    lines += [f"- `{name}`: {count}" for name, count in most[:24]]
+    wrong = [row for row in rows if row["problems"]]
+    if wrong:
+        lines += [
+            "",
+            "Not as it should be:",
+            "",
+            "| tier | doing | what went wrong | seed | what was found |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        lines += [
+            f"| {row['tier']} | {row['op']} | {row['kind']} | {row['seed']} | {_cell(row)} |"
+            for row in wrong
+        ]
+    return [*lines, ""]
+
+
+def _crashes(parts: Json) -> list[str]:
+    lines: list[str] = []
+    for name, title, field in (
+        ("kills", "Kills", "kills"),
+        ("power", "Power cuts", "power_cuts"),
+    ):
+        part = parts.get(name)
+        if part is None:
+            continue
+        numbers = {
+            key.replace("_", " "): value
+            for key, value in part.items()
+            if isinstance(value, int | float) and key not in ("seed", "took_s", field)
+        }
+        lines += [f"## {title}", "", f"Commit {part['commit']}. {part[field]:,} in all.", ""]
+        lines += ["| | |", "|---|---|"]
+        lines += [f"| {key} | {value:,} |" for key, value in numbers.items()]
+        lines += [""]
+    return lines
+
+
+def _tenants(part: Json | None) -> list[str]:
+    if part is None:
+        return []
+    lines = [
+        *_filled(TENANTS, part),
+        "| about | what was tried | apart |",
+        "|---|---|---|",
+    ]
+    lines += [
+        f"| {r['about']} | {r['what']} | {'yes' if r['apart'] else 'NO'} |" for r in part["rows"]
+    ]
+    return [*lines, "", *_filled(TIMING, part["timing"])]
+
+
+def _bombs(part: Json | None) -> list[str]:
+    if part is None:
+        return []
+    lines = [
+        *_filled(BOMBS, part),
+        "| bomb | reply | `/healthz` median | p99 | slowest | SIGTERM to end |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['bomb']} | {row['status']} | {row['healthz_p50_ms']} ms "
+        f"| {row['healthz_p99_ms']} ms | {row['healthz_max_ms']} ms | {row['sigterm_s']} s |"
+        for row in part["rows"]
+    ]
+    return [*lines, ""]
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    return ordered[len(ordered) // 2]
+
+
+def _cell(row: Json) -> str:
+    """What was wrong, for a table."""
+    return "; ".join(row["problems"]).replace("|", "/")

@@ -1,0 +1,99 @@
+"""Markers in an answer that say where its sentences are from: "It is 14 cm wide. [1]"
+
+No model is asked for them: small ones forget them or make them up. A sentence gets the number of
+the source that has most of its telling words, if that has at least half of them; `cited_as` of a
+source is the number. Pieces go out as they come; a marker follows the end of its sentence.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.corpus.lexical import STOP_WORDS, WORD
+
+ENDS = ".!?"
+LEAST_SHARE = 0.5  # of a sentence's words, that its source has
+LEAST_WORDS = 2  # in a sentence that is cited
+
+
+class Citer:
+    """Puts markers into a text that comes in pieces. For one thread."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """`texts` of the sources, the first one cited as 1."""
+        self._words = [_telling(text) for text in texts]
+        self._sentence = ""
+
+    def push(self, text: str) -> str:
+        """The same text, with a marker behind each sentence that ends in it."""
+        made: list[str] = []
+        for letter in text:
+            is_end = self._sentence.rstrip()[-1:] in ENDS and self._sentence.strip()
+            if letter == "\n" or (letter.isspace() and is_end):
+                made.append(self._end())
+            made.append(letter)
+            self._sentence += letter
+        return "".join(made)
+
+    def flush(self) -> str:
+        """The marker of the last sentence, if it has one."""
+        return self._end()
+
+    def _end(self) -> str:
+        sentence, self._sentence = self._sentence, ""
+        words = _telling(sentence)
+        if len(words) < LEAST_WORDS or not self._words:
+            return ""
+        shares = [len(words & has) / len(words) for has in self._words]
+        best = max(shares)
+        return f" [{shares.index(best) + 1}]" if best >= LEAST_SHARE else ""
+
+
+class CitedAnswer:
+    """A `PieceStream` with markers in it, over another one."""
+
+    def __init__(self, inner: PieceStream, texts: Sequence[str]) -> None:
+        self.answer: Answer | None = None
+        self._inner = inner
+        self._citer = Citer(texts)
+        self._pieces = self._make()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        for _ in self._pieces:
+            pass
+        assert self.answer is not None, "an answer was closed before it was finished"
+        return self.answer
+
+    def take_whole(self) -> None:
+        self._inner.take_whole()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        self._inner.when_closed(call)
+
+    def _make(self) -> Iterator[Piece]:
+        texts: list[str] = []
+        for piece in self._inner:
+            cited = piece._replace(text=self._citer.push(piece.text))
+            texts.append(cited.text)
+            yield cited
+        if self._inner.answer is None:
+            return  # it was cut
+        last = self._citer.flush()
+        if last:
+            texts.append(last)
+            yield Piece(last)
+        self.answer = replace(self._inner.answer, text="".join(texts))
+
+
+def _telling(text: str) -> frozenset[str]:
+    return frozenset(WORD.findall(text.lower())) - STOP_WORDS

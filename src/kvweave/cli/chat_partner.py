@@ -1,0 +1,183 @@
+"""Who answers in `kvweave chat`: a model in this process, or a running server."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
+from kvweave.config import WeaveConfig, given
+from kvweave.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvweave.app.answer.piece_stream import PieceStream
+    from kvweave.app.weave import Weave
+    from kvweave.clients.server import ServerClient
+
+Said = Sequence[dict[str, str]]  # messages of a chat
+
+
+@dataclass(slots=True)
+class ChatTold:
+    """What is known of the last answer."""
+
+    sources: list[dict[str, Any]] = field(default_factory=list)
+    strategy: str = ""
+    tokens: dict[str, int] = field(default_factory=dict)  # of the prompt, by what became of them
+    why: str | None = None  # no more was reused
+    ttft_ms: float | None = None
+
+
+class ChatPartner(Protocol):
+    """Answers one conversation at a time. For one thread; `close` it."""
+
+    kb: str | None  # where it answers from
+    reuse: str | None  # how; None: as is usual
+    told: ChatTold  # of the last answer
+
+    def use_kb(self, name: str | None) -> None:
+        """Answer from this knowledge base from now on; None: from none. Raises KVWeaveError, and
+        then the one before stays."""
+
+    def answer(self, messages: Said) -> Iterator[str]:
+        """The answer to the last message, piece by piece. Raises KVWeaveError."""
+        ...
+
+    def begin_again(self) -> None:
+        """The next answer is of another conversation."""
+
+    def close(self) -> None: ...
+
+
+class LocalPartner:
+    """A model in this process."""
+
+    def __init__(self, config: WeaveConfig, kb: str | None, reuse: str | None) -> None:
+        if kb is not None:
+            check_knowledge_base(Path(kb))  # before the model is loaded
+        self.kb: str | None = None
+        self.reuse = reuse
+        self.told = ChatTold()
+        self._config = config
+        self._weave = open_weave(config=config)
+        self._over: Weave | None = None
+        self._name = secrets.token_hex(8)
+        try:
+            self.use_kb(kb)
+        except BaseException:
+            self.close()
+            raise
+
+    def use_kb(self, name: str | None) -> None:
+        from kvweave.app.answer.answerer import AnswerSettings
+        from kvweave.app.library.library_kv import KVOptions
+
+        opened = None
+        if name is not None:
+            check_knowledge_base(Path(name))
+            settings, options = AnswerSettings.of(self._config), KVOptions.of(self._config)
+            opened = self._weave.over(Path(name), options, settings)
+        before, self._over, self.kb = self._over, opened, name
+        if before is not None:
+            before.close()
+
+    def answer(self, messages: Said) -> Iterator[str]:
+        from kvweave.app.question import PLAIN_REUSES, parse_reuse
+
+        reuse, ratio = parse_reuse(self.reuse)
+        sampling = self._weave.sampling(given(self._config.sampling))
+        stream: PieceStream
+        if self._over is not None:
+            question, history = messages[-1]["content"], messages[:-1]
+            stream = self._over.stream(
+                question,
+                history=history,
+                conversation_id=self._name,
+                reuse=reuse,
+                ratio=ratio,
+                sampling=sampling,
+            )
+        else:
+            if reuse not in (None, *PLAIN_REUSES):
+                known = ", ".join(PLAIN_REUSES)
+                raise RequestError(f"reuse {reuse!r} needs a knowledge base (/kb); else: {known}")
+            system = self._config.model.system
+            said = list(messages) if system is None else [_system(system), *messages]
+            stream = self._weave.chat(said, sampling=sampling, reuse=reuse)
+        try:
+            for piece in stream:
+                yield piece.text
+            answer = stream.finish()
+        finally:
+            stream.close()
+        record = answer.explain
+        self.told = ChatTold(
+            [source.as_json() for source in answer.sources],
+            "full" if record is None else record.strategy,
+            {} if record is None else dict(record.counts),
+            None if record is None else record.why,
+            answer.ttft_ms,
+        )
+
+    def begin_again(self) -> None:
+        self._name, self.told = secrets.token_hex(8), ChatTold()
+
+    def close(self) -> None:
+        if self._over is not None:
+            self._over.close()
+        self._weave.close()
+
+
+class RemotePartner:
+    """A running server."""
+
+    def __init__(
+        self, client: "ServerClient", config: WeaveConfig, kb: str | None, reuse: str | None
+    ) -> None:
+        self.kb: str | None = None
+        self.reuse = reuse
+        self.told = ChatTold()
+        self._client = client
+        self._config = config
+        self._name = secrets.token_hex(8)
+        client.models()  # whether it answers is found out before the first question
+        self.use_kb(kb)
+
+    def use_kb(self, name: str | None) -> None:
+        if name is not None:
+            self._client.kb(name)
+        self.kb = name
+
+    def answer(self, messages: Said) -> Iterator[str]:
+        from kvweave.app.question import parse_reuse
+
+        fields: dict[str, Any] = {"explain": True, **given(self._config.sampling)}
+        if self.reuse is not None:
+            strategy, ratio = parse_reuse(self.reuse)
+            fields["reuse"] = {"strategy": strategy, "ratio": ratio}
+        if self.kb is not None:
+            fields |= {"kb": self.kb, "conversation_id": self._name}
+        system = self._config.model.system
+        said = list(messages) if system is None else [_system(system), *messages]
+        told = ChatTold()
+        for event in self._client.chat_events(said, **fields):
+            for choice in event["choices"]:
+                if text := choice["delta"].get("content"):
+                    yield text
+            told.sources = event.get("sources", told.sources)
+            if (explained := event.get("explain")) is not None:
+                told.strategy, told.tokens = explained["strategy"], explained["tokens"]
+                told.why = explained["why"]
+                told.ttft_ms = explained["timeline_ms"]["first_token"]
+        self.told = told
+
+    def begin_again(self) -> None:
+        self._name, self.told = secrets.token_hex(8), ChatTold()
+
+    def close(self) -> None:
+        """Nothing is kept open between two answers."""
+
+
+def _system(text: str) -> dict[str, str]:
+    return {"role": "system", "content": text}

@@ -1,0 +1,102 @@
+"""The functions of a compiled rows.c, as Python calls them: other threads run meanwhile."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvweave.kernels.native.build import BuildError
+
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class ProductFields(ctypes.Structure):
+    """`Product` of rows.c. Holds addresses alone: who makes one keeps the memory."""
+
+    _fields_ = (
+        ("packed", _POINTER),
+        ("start", _POINTER),
+        ("scale", _POINTER),
+        ("bias", _POINTER),
+        ("share", _POINTER),
+        ("more", _POINTER),
+        ("offset", _POINTER),
+        ("in_dim", _LONG),
+        ("columns", _LONG),
+        ("out_dim", _LONG),
+    )
+
+
+class AttentionFields(ctypes.Structure):
+    """`Attention` of rows.c."""
+
+    _fields_ = (
+        ("q", _POINTER),
+        ("q_row", _LONG),
+        ("q_head", _LONG),
+        ("positions", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("key_head", _LONG),
+        ("value_row", _LONG),
+        ("value_head", _LONG),
+        ("out", _POINTER),
+        ("rows", _LONG),
+        ("kv_heads", _LONG),
+        ("group", _LONG),
+        ("dim", _LONG),
+        ("scale", _FLOAT),
+    )
+
+
+class CompiledLibrary:
+    """A loaded file. Any thread. `threads`: whether several work on one call."""
+
+    def __init__(self, path: Path, *, threads: bool) -> None:
+        """Raises BuildError where it cannot be loaded."""
+        self.threads = threads
+        self.name = path.stem  # another where the source, the flags or the CPU are others
+        try:
+            held = ctypes.CDLL(str(path))
+            kind = _typed(held.kvw_kind, [], ctypes.c_char_p)
+            self.padded_channels = _typed(held.kvw_padded_channels, [_LONG], _LONG)
+            self.pack = _typed(held.kvw_pack, [_POINTER, _LONG, _LONG, _POINTER, _POINTER], None)
+            self.multiply = _typed(
+                held.kvw_multiply,
+                [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
+                _INT,
+            )
+            self.rms_norm = _typed(
+                held.kvw_rms_norm,
+                [_POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG, _INT],
+                None,
+            )
+            self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
+            at = [
+                _POINTER,
+                _LONG,
+                _LONG,
+            ]  # rows of heads: an address, from row to row, head to head
+            self.rotate = _typed(
+                held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
+            )
+            self.attend_row = _typed(
+                held.kvw_attend_row,
+                [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT],
+                _INT,
+            )
+            fields = ctypes.POINTER(AttentionFields)
+            self.attend_rows = _typed(held.kvw_attend_rows, [fields, _INT], None)
+            self.most_dim: int = _typed(
+                held.kvw_most_dim, [], _LONG
+            )()  # of a head, for attend_rows
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"what was compiled cannot be loaded: {error}") from None
+        self.kind: str = kind().decode()  # the instructions it multiplies with
+
+
+def _typed(function: Any, takes: list[type], gives: type | None) -> Callable[..., Any]:
+    function.argtypes, function.restype = takes, gives
+    called: Callable[..., Any] = function
+    return called

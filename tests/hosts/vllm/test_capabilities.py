@@ -1,0 +1,45 @@
+"""What is refused at start, by name. The configuration is vLLM's own shape, filled in by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvweave.errors import ConfigError
+from kvweave.hosts.vllm.capabilities import config_complaints, refuse
+
+
+def config(cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
+    model = SimpleNamespace(
+        architectures=["Qwen2ForCausalLM"],
+        is_multimodal_model=False,
+        runner_type="generate",
+        dtype=dtype,
+    )
+    fields: dict[str, Any] = {
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+        "model_config": model,
+        "cache_config": SimpleNamespace(cache_dtype=cache_dtype),
+        "lora_config": None,
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**fields, **more})
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
+def test_a_plain_configuration_is_taken(cache_dtype: str) -> None:
+    assert config_complaints(config(cache_dtype)) == []
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "float16"])
+def test_a_kv_cache_of_another_dtype_is_refused_by_name(cache_dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"{cache_dtype}.*--kv-cache-dtype at auto"):
+        refuse(config_complaints(config(cache_dtype)))
+
+
+def test_all_complaints_stand_in_one_line() -> None:
+    parallel = SimpleNamespace(tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4.*fp8.*LoRA") as found:
+        refuse(config_complaints(config("fp8", parallel_config=parallel, lora_config=object())))
+    assert "\n" not in str(found.value)
