@@ -47,6 +47,7 @@ class AskOptions(TypedDict, total=False):
     filter: Mapping[str, Any]
     reranker: str | None
     rewrite: bool | None
+    query: str | None
     nothing_found: NothingMode | None
     cite: bool
     watched: int

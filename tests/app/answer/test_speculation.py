@@ -128,8 +128,8 @@ def open_world(
             world.tickets.append(submit(*arguments, **options))  # type: ignore[arg-type]
             return world.tickets[-1]
 
-        def stopping(query: object, k: int, stages: int, **how: object) -> Iterator[list[Hit]]:
-            for hits in staged(query, k, stages, **how):  # type: ignore[arg-type]
+        def stopping(query: object, k: int, stages: int, *how: object) -> Iterator[list[Hit]]:
+            for hits in staged(query, k, stages, *how):  # type: ignore[arg-type]
                 time.sleep(world.slow_s / stages)
                 yield hits
                 if world.between is not None:

@@ -218,7 +218,13 @@ def test_a_conversation_does_not_bring_back_what_was_deleted(
 
     def brings_it() -> bool:
         later = over.ask(
-            "And now?", conversation_id="c", history=history, k=1, reuse="prefix", sampling=GREEDY
+            "And now?",
+            conversation_id="c",
+            history=history,
+            k=1,
+            reuse="prefix",
+            nothing_found="answer",
+            sampling=GREEDY,
         )
         assert later.explain is not None
         ids, width = later.explain.token_ids, len(chunk)
