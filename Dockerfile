@@ -12,14 +12,15 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PATH=/opt/kvweave/bin:$PATH
 WORKDIR /src
-# Three layers that change ever more often: torch, the other packages, our own code.
+# Layers that change ever more often: torch, the other packages, our own code. torch is whichever build the
+# index has and so without a hash; all others are taken anew, no file whose hash is not in requirements.lock.
 COPY constraints.txt ./
 RUN python -m venv /opt/kvweave && pip install -c constraints.txt torch numpy
+COPY requirements.lock ./
+RUN pip install --force-reinstall --no-deps --require-hashes -r requirements.lock
 COPY pyproject.toml README.md LICENSE ./
-COPY src/kvweave/__init__.py src/kvweave/__init__.py
-RUN pip install -c constraints.txt '.[serve,rag,remote]'
 COPY src src
-RUN pip install --no-deps --force-reinstall .
+RUN pip install --no-deps . && pip check
 
 FROM python:3.12.11-slim-bookworm
 # a C compiler: products are compiled for the CPU that runs them (docs/cpu.md)

@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients fuzz sbom check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients fuzz sbom lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -43,6 +43,16 @@ fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); w
 
 sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with versions and licences (CycloneDX)
 	$(BIN)/python .ci/sbom.py --out build/sbom.json
+
+# torch, and what it brings, stay out: their hashes are those of the index that an image is built with
+lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with hashes
+	@$(PIP) uv
+	@head -4 requirements.lock > requirements.lock.new
+	@$(BIN)/uv pip compile pyproject.toml --extra serve --extra rag --extra remote -c constraints.txt \
+	  --generate-hashes --universal --python-version 3.12 --no-header --no-annotate --quiet \
+	  | awk '!/^[ \t#]/ {out = $$0 ~ /^(torch|triton|pip|setuptools)==|^(cuda|nvidia)-/} !out && !/^#/' \
+	  >> requirements.lock.new
+	@mv requirements.lock.new requirements.lock
 
 test-clients: $(CLIENTS)/.clients models  ## openai, LangChain, LlamaIndex, litellm and llm against a real server: docs/clients.md
 	$(CLIENTS)/bin/python -m pytest tests/clients

@@ -42,7 +42,8 @@ def import_all() -> None:
     for name in ALSO:
         importlib.import_module(name)
     for module in pkgutil.walk_packages(kvweave.__path__, "kvweave."):
-        if not any(part in module.name for part in NOT) and not module.name.endswith("main__"):
+        is_script = module.name.rpartition(".")[2].startswith("__")
+        if not is_script and not any(part in module.name for part in NOT):
             importlib.import_module(module.name)
 
 

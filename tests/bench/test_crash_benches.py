@@ -1,4 +1,4 @@
-"""The crash benches themselves, a short run of each: they find nothing, and they would."""
+"""The crash benches, a short run of each: they find nothing, and would find something."""
 
 import random
 import shutil

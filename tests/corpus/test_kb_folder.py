@@ -46,3 +46,16 @@ def test_a_deleted_knowledge_base_has_lost_its_name_before_anything_in_it_goes(
     (doomed,) = (path for word, path in events if word == "rename")
     assert doomed.name.startswith(DOOMED)
     assert is_synced_behind(events, ("rename", doomed), tmp_path, ("unlink", doomed))
+
+
+def test_a_catalogue_whose_making_was_cut_off_in_its_first_change_is_made_again(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """Its journal is there then: before the log, SQLite works with that."""
+    folder = tmp_path / "kb"
+    folder.mkdir()
+    (folder / CATALOGUE).touch()
+    (folder / f"{CATALOGUE}-journal").write_bytes(bytes(512))
+    with open_kb(folder, tokenizer) as kb:
+        assert kb.documents() == []
+        assert kb.check() == []

@@ -1,6 +1,7 @@
 """What a linter would ask of the Dockerfile: an ordinary user, a pinned base, no secrets."""
 
 import re
+import tomllib
 from pathlib import Path
 
 from kvweave.config import ServerSettings
@@ -52,11 +53,41 @@ def test_it_says_whether_it_is_alive_on_the_port_it_serves() -> None:
 def test_packages_stand_in_layers_before_the_code_and_leave_no_cache() -> None:
     steps = [f"{name} {arguments}" for name, arguments in ALL]
     torch = next(i for i, step in enumerate(steps) if "pip install" in step and "torch" in step)
-    extras = next(i for i, step in enumerate(steps) if "'.[serve,rag" in step)
+    hashed = next(i for i, step in enumerate(steps) if "-r requirements.lock" in step)
     code = steps.index("COPY src src")
-    assert torch < extras < code
-    assert all("-c constraints.txt" in steps[i] for i in (torch, extras))
+    assert torch < hashed < code
+    assert "-c constraints.txt" in steps[torch]
+    assert "--no-deps --require-hashes" in steps[hashed]
+    assert "pip install --no-deps . && pip check" in steps[code + 1], "nothing else comes along"
     assert "PIP_NO_CACHE_DIR=1" in " ".join(of("ENV"))
+
+
+def test_the_lock_has_hashes_and_the_tested_versions_and_names_no_index() -> None:
+    lock = (REPO / "requirements.lock").read_text()
+    pinned = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+) ", lock, re.MULTILINE))
+    assert {"fastapi", "faiss-cpu", "tokenizers", "transformers", "boto3", "redis"} <= pinned.keys()
+    tested = {
+        re.sub(r"[-_.]+", "-", name).lower(): version
+        for name, version in re.findall(
+            r"^([\w.-]+)==(\S+)$", (REPO / "constraints.txt").read_text(), re.MULTILINE
+        )
+    }
+    differ = {n: (v, tested[n]) for n, v in pinned.items() if tested.get(n, v) != v}
+    assert differ == {}
+    blocks = re.split(r"^(?=[a-z0-9])", lock.partition("\nannotated-doc")[2], flags=re.MULTILINE)
+    assert all("--hash=sha256:" in block for block in blocks)
+    assert not re.search(r"://|--index|--extra-index|^(torch|triton|nvidia)", lock, re.MULTILINE)
+
+
+def test_the_lock_covers_what_is_asked_for() -> None:
+    """By name: a new dependency without a line in the lock would be missing in the image."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = [*project["dependencies"], *(d for e in ("serve", "rag", "remote") for d in extras[e])]
+    names = {re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", d)[0]).lower() for d in asked}  # type: ignore[index]
+    lock = (REPO / "requirements.lock").read_text()
+    # torch by itself, see the lock; pip is the environment's own
+    assert names - {"torch", "pip"} <= set(re.findall(r"^([a-z0-9-]+)==", lock, re.MULTILINE))
 
 
 def test_no_secret_and_no_more_than_is_needed_goes_in() -> None:

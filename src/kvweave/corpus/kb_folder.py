@@ -154,6 +154,7 @@ def remove_folder(folder: Path) -> None:
 
 def _is_ours(path: Path) -> bool:
     """What other processes that make it just now have there, or left when they were killed."""
-    return path.name in (LOCK, BRIEF, *(f"{CATALOGUE}{end}" for end in ("", "-wal", "-shm"))) or (
+    catalogue = (f"{CATALOGUE}{end}" for end in ("", "-journal", "-wal", "-shm"))
+    return path.name in (LOCK, BRIEF, *catalogue) or (
         path.name.startswith(f"{FILE}.") and path.suffix == ".tmp"
     )
