@@ -31,6 +31,10 @@ class EngineMemory:
     def place(self) -> str:
         return f"upstream {self._replica.name}"
 
+    @property
+    def name(self) -> str:
+        return self._replica.name
+
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
     ) -> None:

@@ -42,6 +42,11 @@ class RemovalTarget(Protocol):
         """Which one it is, without secrets: equal for all who use it, in any process."""
         ...
 
+    @property
+    def name(self) -> str:
+        """What counters call it."""
+        ...
+
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
     ) -> None:
@@ -60,6 +65,10 @@ class TierTarget:
     @property
     def place(self) -> str:
         return self._tier.place
+
+    @property
+    def name(self) -> str:
+        return self._tier.name
 
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
