@@ -110,11 +110,12 @@ class ValkeyProxy:
         replies: queue.SimpleQueue[FaultRule | bytes | None] = queue.SimpleQueue()
         back = threading.Thread(target=self._answer, args=(server, client, replies), daemon=True)
         back.start()
-        with suppress(OSError, ValueError):
-            self._ask(client, server, replies)
+        with suppress(OSError, ValueError), client.makefile("rb") as commands:
+            self._ask(commands, client, server, replies)
         for each in (client, server):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        replies.put(None)  # whoever waits for another command reads the end instead
         back.join(5)
         with self._lock:
             self._open -= {client, server}
@@ -123,12 +124,12 @@ class ValkeyProxy:
 
     def _ask(
         self,
+        reader: BinaryIO,
         client: socket.socket,
         server: socket.socket,
         replies: "queue.SimpleQueue[FaultRule | bytes | None]",
     ) -> None:
         """Commands, one by one."""
-        reader = client.makefile("rb")
         in_multi = False
         while command := _command(reader):
             raw, args = command
@@ -185,8 +186,7 @@ class ValkeyProxy:
         client: socket.socket,
         replies: "queue.SimpleQueue[FaultRule | bytes | None]",
     ) -> None:
-        reader = server.makefile("rb")
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError), server.makefile("rb") as reader:
             while True:
                 todo = replies.get()
                 if isinstance(todo, bytes):

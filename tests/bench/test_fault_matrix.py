@@ -51,6 +51,7 @@ def test_every_fault_of_a_tier_leaves_right_answers(tier: str, tmp_path: Path) -
     _all_is_well(run_faults(tmp_path, [tier], reps=1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)  # a minute; much longer on a busy machine
 def test_a_few_faults_of_each_tier_leave_right_answers(tmp_path: Path) -> None:
     found = run_faults(
