@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -118,7 +119,7 @@ ENGINE = [
 COMBINATIONS = {"valkey": REMOTE, "s3": REMOTE, "disk": DISK, "host": HOST, "engine": ENGINE}
 
 
-class Lane:
+class Lane(ABC):
     """Faults of one tier, one after another, against one server."""
 
     tier: ClassVar[str]
@@ -145,14 +146,15 @@ class Lane:
 
     # ---- a lane's own
 
+    @abstractmethod
     def inject(self, rule: FaultRule, document: Document) -> None:
-        raise NotImplementedError
+        """Put the fault in."""
 
+    @abstractmethod
     def clear(self) -> int:
         """Take the fault out; returns how often it struck."""
-        raise NotImplementedError
 
-    def learn_layers(self) -> None:
+    def learn_layers(self) -> None:  # noqa: B027 - most lanes have none
         """Where layers lie in objects, for faults that hit one."""
 
     # ---- the course of things
@@ -250,7 +252,7 @@ class Lane:
         if document.title in self.server.documents():
             must(self.server.delete(document.title))
 
-    def damage_saved(self, row: FaultRow, document: Document) -> None:
+    def damage_saved(self, row: FaultRow, document: Document) -> None:  # noqa: B027 - as above
         """Do to what was saved what `inject` could not do to its saving."""
 
     def _at_evict(self, row: FaultRow) -> None:

@@ -38,7 +38,7 @@ MODEL, KB_MODEL = "tiny", "tiny@notes"
 
 
 def test_openai_chat_stream_kb_models_and_embeddings(url: str) -> None:
-    openai = pytest.importorskip("openai")
+    openai = pytest.importorskip("openai", reason="make test installs it")
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": "How wide?"}]}
         whole = client.chat.completions.create(model=KB_MODEL, max_tokens=4, **asked)
@@ -56,7 +56,7 @@ def test_openai_chat_stream_kb_models_and_embeddings(url: str) -> None:
 
 
 def test_langchain_chat_stream_and_kb(url: str) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
+    langchain_openai = pytest.importorskip("langchain_openai", reason="make test installs it")
     chat = langchain_openai.ChatOpenAI(
         base_url=f"{url}/v1", api_key="none", model=KB_MODEL, max_tokens=4
     )
@@ -65,7 +65,7 @@ def test_langchain_chat_stream_and_kb(url: str) -> None:
 
 
 def test_langchain_embeddings(url: str) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
+    langchain_openai = pytest.importorskip("langchain_openai", reason="make test installs it")
     embeddings = langchain_openai.OpenAIEmbeddings(
         base_url=f"{url}/v1", api_key="none", model="words", check_embedding_ctx_length=False
     )
@@ -74,7 +74,7 @@ def test_langchain_embeddings(url: str) -> None:
 
 
 def test_langchain_retriever(url: str) -> None:
-    pytest.importorskip("langchain_core")
+    pytest.importorskip("langchain_core", reason="make test installs it")
     from kvweave.clients.langchain import KVWeaveRetriever
 
     retriever = KVWeaveRetriever(url=url, kb="notes", k=2, retrieval="hybrid")
@@ -89,7 +89,7 @@ def test_langchain_retriever(url: str) -> None:
 
 
 def test_llamaindex_chat_stream_and_kb(url: str) -> None:
-    like = pytest.importorskip("llama_index.llms.openai_like")
+    like = pytest.importorskip("llama_index.llms.openai_like", reason="make test installs it")
     llm = like.OpenAILike(
         api_base=f"{url}/v1", api_key="none", model=KB_MODEL, is_chat_model=True, max_tokens=4
     )
@@ -98,7 +98,7 @@ def test_llamaindex_chat_stream_and_kb(url: str) -> None:
 
 
 def test_llamaindex_retriever(url: str) -> None:
-    pytest.importorskip("llama_index.core")
+    pytest.importorskip("llama_index.core", reason="make test installs it")
     from kvweave.clients.llamaindex import KVWeaveNodeRetriever
 
     retriever = KVWeaveNodeRetriever(url, "notes", 2, filter={"kind": "tool"})

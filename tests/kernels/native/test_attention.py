@@ -6,34 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.kernels import dispatch
 from kvweave.kernels.attention import attend_reference
 from kvweave.kernels.native.attention import attend_row, attend_rows
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.types import Segment
 
 HEADS = [(9, 3, 64), (4, 4, 80), (14, 2, 64), (2, 1, 7)]
-
-
-@pytest.fixture(scope="module")
-def library() -> CompiledLibrary:
-    library, words = native_kernels()
-    if library is None:
-        pytest.skip(words)
-    return library
-
-
-@pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], Tensor]:
-    """Runs something as a machine without compiled kernels does."""
-
-    def run(what: Callable[[], Tensor]) -> Tensor:
-        with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "loaded_library", lambda: None)
-            return what()
-
-    return run
 
 
 ByTorch = Callable[[Callable[[], Tensor]], Tensor]

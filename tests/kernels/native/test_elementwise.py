@@ -11,30 +11,8 @@ from kvweave.kernels import dispatch
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.native import elementwise as in_c
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, per_head, rotate
-
-
-@pytest.fixture(scope="module")
-def library() -> CompiledLibrary:
-    library, words = native_kernels()
-    if library is None:
-        pytest.skip(words)
-    return library
-
-
-@pytest.fixture
-def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], Tensor]:
-    """Runs something as a machine without compiled kernels does."""
-
-    def run(what: Callable[[], Tensor]) -> Tensor:
-        with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "loaded_library", lambda: None)
-            return what()
-
-    return run
-
 
 ByTorch = Callable[[Callable[[], Tensor]], Tensor]
 
