@@ -78,20 +78,18 @@ def attend_reference(
                 rows = F.pad(rows, (0, 0, 0, 0, before, 0))
             parts.append(_sdpa(rows, segment, len(rows), scale, causal=True)[before:])
             continue
+        at = slice(segment.start, segment.end)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        if library is not None:
+            keys, values = segment.keys, segment.values
+            parts.append(attend_rows(library, q[at], positions[at], keys, values, factor))
+            continue
         block = _block_rows(positions, segment)
         if _are_scattered(q, segment, block):
-            at = slice(segment.start, segment.end)
-            factor = q.shape[-1] ** -0.5 if scale is None else scale
             done = attend_scattered(q[at], positions[at], segment.keys, segment.values, factor)
             if done is not None:
                 parts.append(done)
                 continue
-        if library is not None:
-            at = slice(segment.start, segment.end)
-            factor = q.shape[-1] ** -0.5 if scale is None else scale
-            keys, values = segment.keys, segment.values
-            parts.append(attend_rows(library, q[at], positions[at], keys, values, factor))
-            continue
         for start in range(segment.start, segment.end, block):
             end = min(start + block, segment.end)
             parts.append(_attend_block(q[start:end], positions[start:end], segment, scale))
