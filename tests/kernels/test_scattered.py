@@ -71,7 +71,10 @@ def test_logits_too_large_for_a_bare_exponential_are_refused_and_attended_to_oth
     torch.testing.assert_close(attended, want, atol=1e-4, rtol=1e-4)
 
 
-def test_scattered_rows_in_float32_on_a_cpu_take_this_road(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattered_rows_in_float32_take_this_road_where_nothing_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_compiled_for", lambda *_: None)
     asked = []
 
     def spy(*args: object) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Attention of scattered rows on a CPU, as plain matrix products.
+"""Attention of scattered rows on a CPU without compiled kernels, as plain matrix products.
 
 Rows picked out of a prompt share no causal shape, so a fused kernel must be given a mask as wide as
 the prompt, and it works in slices too thin for fast products. Here a block of keys of one KV head
