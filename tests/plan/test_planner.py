@@ -440,6 +440,23 @@ def test_the_chance_of_a_close_call_is_paid_for() -> None:
     assert fused.reason is Reason.GAIN_TOO_SMALL or fused.reason is Reason.DEARER
 
 
+def test_close_calls_that_are_seen_end_fusing_and_it_is_tried_again_later() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5, close=0.05))
+    request = ask("a300", "b300")
+    first = planner.plan(request)
+    assert first.strategy == "epic"
+    for turn in range(40):
+        # other paths: what comes back is computed once, which is another reason
+        other = ask(f"x{turn}")
+        planner.finished(other, replace(first, order=other.chunks), was_close=turn % 4 > 0)
+    exact = planner.plan(request)
+    assert exact.strategy is None
+    for turn in range(200):
+        other = ask(f"y{turn}")
+        planner.finished(other, replace(exact, order=other.chunks))
+    assert planner.plan(request).strategy == "epic"
+
+
 def test_a_conversation_is_computed_exactly_as_soon_as_as_many_turns_more_pay_it_back() -> None:
     planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5))
     request = ask("a300", "b300")

@@ -206,7 +206,7 @@ class AutoPlanner:
             self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             num_returned = self._planner.num_returned(planned.request, plan)
-            self._planner.finished(planned.request, plan)
+            self._planner.finished(planned.request, plan, was_close=was_close)
         if num_returned:
             self._feeder.feed(prompt, num_returned)
 
