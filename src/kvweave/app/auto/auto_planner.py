@@ -126,7 +126,7 @@ class AutoPlanner:
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
         self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
-        self._tiers.meet(self._peek.found())
+        self._tiers.meet(self._peek.found().items())
         encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
             tuple(ChunkRef(name, len(ids)) for name, ids in chunks.items()),

@@ -197,45 +197,46 @@ class StoredChunkPeek:
     Isolated KV right behind the preamble is what full prefill computes there, but for the codec's
     rounding. That is small (int8: 3e-5 nats per token on SmolLM2) and was never measured on the
     user's model, so a rounded copy is offered to fusion alone, whose bound the user has set, and an
-    answer that is called exact is equal to full prefill.
+    answer that is called exact is equal to full prefill. For one thread at a time.
     """
 
     def __init__(self, encoder: ChunkEncoder, store: KVStore) -> None:
         self._encoder = encoder
         self._store = store
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
+        self._named: dict[ChunkId, list[ChunkKey]] = {}
+        self._found: dict[ChunkKey, Peek] | None = None
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
         self._sizes: dict[int, int] = {}  # by tokens, see `ChunkEncoder.plain_bytes`
 
     def look_at(self, chunks: Mapping[ChunkId, tuple[int, ...]]) -> None:
-        """The token ids behind the names that will be asked for."""
+        """The token ids behind the names that will be asked for. The store is looked at once for
+        all of them: a tier may have to be asked, which takes a moment each time."""
         self._chunks = chunks
+        self._named = {chunk_id: self._keys(ids) for chunk_id, ids in chunks.items()}
+        self._found = None
 
-    def found(self) -> list[tuple[ChunkKey, Peek]]:
+    def found(self) -> Mapping[ChunkKey, Peek]:
         """All stored KV of the chunks, wherever it lies."""
-        keys = [key for ids in self._chunks.values() for key in self._keys(ids)]
-        return [
-            (key, peek)
-            for key, peek in zip(keys, self._store.peek(keys), strict=True)
-            if peek.residency is not Residency.ABSENT
-        ]
+        if self._found is None:
+            keys = [key for named in self._named.values() for key in named]
+            seen = zip(keys, self._store.peek(keys), strict=True)
+            self._found = {key: p for key, p in seen if p.residency is not Residency.ABSENT}
+        return self._found
 
     def has_copy(self, chunk_id: ChunkId) -> bool:
         """Whether some tier has KV of a chunk of this prompt, in whatever encoding context."""
-        ids = self._chunks.get(chunk_id)
-        if ids is None:
-            return False
-        return any(p.residency is not Residency.ABSENT for p in self._store.peek(self._keys(ids)))
+        found = self.found()
+        return any(key in found for key in self._named.get(chunk_id, ()))
 
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
-        found = dict(self.found())
+        found = self.found()
         for chunk_id in chunk_ids:
-            ids = self._chunks[chunk_id]
-            for key in self._keys(ids):
+            for key in self._named[chunk_id]:
                 if key in found:
-                    copy = self._stored(key, found[key], ids)
+                    copy = self._stored(key, found[key], self._chunks[chunk_id])
                     stored.setdefault(chunk_id, []).append(copy)
         return stored
 

@@ -7,7 +7,7 @@ A probe that failed is remembered, and each failure doubles the time until the n
 
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvweave.kv.keys import ChunkKey
@@ -56,7 +56,7 @@ class TierProbes:
         self._running: dict[str, _Probe] = {}
         self._resting: dict[str, _Rest] = {}
 
-    def meet(self, found: Sequence[tuple[ChunkKey, Peek]]) -> None:
+    def meet(self, found: Iterable[tuple[ChunkKey, Peek]]) -> None:
         """See to it that the tiers these chunks lie in are known, now or before long.
 
         A tier known for long is measured again behind the caller's back: one that was too slow is
