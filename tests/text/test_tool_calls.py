@@ -49,7 +49,18 @@ ANSWERS: list[tuple[str, str, list[tuple[str, Any]]]] = [
     ('{"name": "width_of", "arguments": {"thing": "zorb"}}', "", [ZORB]),
     ('```json\n{"name": "width_of", "arguments": {"thing": "zorb"}}\n```', "", [ZORB]),
     ('{"name": "width_of", "arguments": "{\\"thing\\": \\"zorb\\"}"}', "", [ZORB]),
+    (
+        '{"name": "width_of", "arguments": {"thing": "zorb"}}\n'
+        '{"name": "width_of", "arguments": {"thing": "blint"}}',
+        "",
+        [ZORB, ("width_of", {"thing": "blint"})],
+    ),
     # what only looks like one stays words
+    (
+        '{"name": "width_of", "arguments": {"thing": "zorb"}} I think',
+        '{"name": "width_of", "arguments": {"thing": "zorb"}} I think',
+        [],
+    ),
     ('{"name": "drop_all", "arguments": {}}', '{"name": "drop_all", "arguments": {}}', []),
     ("<tool_call>no JSON</tool_call> so", "<tool_call>no JSON</tool_call> so", []),
     ('<tool_call>{"name": "width', '<tool_call>{"name": "width', []),

@@ -255,10 +255,10 @@ def _rendered(
     if not tokenizer.has_chat_template:
         spoken: list[tuple[TemplatePart, PastMessage | None]] = []
         for place, message in enumerate(past):
-            end = "\nAnswer:" if message.role == "user" else "\n\n"
+            behind = "\nAnswer:" if message.role == "user" else "\n\n"
             spoken += [
                 (TemplatePart(message.content, place), message),
-                (TemplatePart(end, None), None),
+                (TemplatePart(behind, None), None),
             ]
         return spoken
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

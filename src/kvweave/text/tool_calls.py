@@ -124,7 +124,7 @@ class CallReader:
 
     Words go out as they come, calls when they are complete. What only looks like a call (no JSON,
     or a function that was not offered) stays words. Small models leave the tags out now and then:
-    an answer that is nothing but the JSON of a call, fenced as code or not, is one too.
+    an answer that is nothing but the JSON of calls, fenced as code or not, is them too.
     """
 
     def __init__(self, use: ToolUse) -> None:
@@ -147,9 +147,9 @@ class CallReader:
         """What is left at the end."""
         if self._is_forced or self._is_bare:
             fenced = FENCE.fullmatch(self._held)
-            call = self._called(fenced["inside"] if fenced else self._held)
-            if call is not None:
-                return ReadPiece("", (call,))
+            calls = self._called(fenced["inside"] if fenced else self._held)
+            if calls:
+                return ReadPiece("", calls)
             if self._is_forced:
                 return ReadPiece(self._held)  # it was cut
         before = self._read()
@@ -189,31 +189,45 @@ class CallReader:
 
     def _ended(self, inside: str, closing: str) -> ReadPiece:
         """A call whose end was read, or the words that only look like one."""
-        call = self._called(inside)
-        if call is None:
+        calls = self._called(inside)
+        if not calls:
             return ReadPiece(self._words(f"{CALL_OPEN}{inside}{closing}"))
         self._blank = ""
-        return ReadPiece("", (call,))
+        return ReadPiece("", calls)
 
-    def _called(self, text: str) -> ToolCall | None:
-        """The call that a text is; None: it is none."""
-        try:
-            said = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
+    def _called(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls that a text is, one JSON object behind the other; none: it is words."""
+        calls = [self._call_of(each) for each in _objects(text)]
+        made = tuple(call for call in calls if call is not None)
+        if len(made) < len(calls):
+            return ()
+        self._num_calls += len(made)
+        return made
+
+    def _call_of(self, said: Any) -> ToolCall | None:
         if not isinstance(said, dict) or said.get("name") not in self._names:
             return None
         arguments = said.get("arguments", {})
         if isinstance(arguments, str):  # some write the object as a text
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return None
+            arguments = next(iter(_objects(arguments)), None)
         if not isinstance(arguments, dict):
             return None
-        self._num_calls += 1
         words = json.dumps(arguments, ensure_ascii=False)
         return ToolCall(f"call_{secrets.token_hex(12)}", said["name"], words)
+
+
+def _objects(text: str) -> list[Any]:
+    """JSON documents with white space between them; none: the text is something else."""
+    found: list[Any] = []
+    left = text.strip()
+    try:
+        while left:
+            document, end = json.JSONDecoder().raw_decode(left)
+            found.append(document)
+            left = left[end:].lstrip()
+    except (ValueError, RecursionError):
+        return []
+    return found
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

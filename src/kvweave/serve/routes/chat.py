@@ -7,12 +7,12 @@ Python callers have it too, and what it means if it is left out, is decided in `
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
-from kvweave.app.question import PLAIN_REUSES, AskOptions
+from kvweave.app.question import PLAIN_REUSES, AskOptions, ChatOptions
 from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
@@ -73,9 +73,15 @@ def read_chat(
         _refuse_without_chunks(request)
         messages = [message.as_message() for message in request.messages]
         reuse = None if request.reuse is None else request.reuse.strategy
-        chat = partial(weave.chat, messages, reuse=reuse, tenant=tenant, model=request.model)
-        chat = partial(chat, **_tool_options(request))
-        return [partial(chat, sampling=sampling) for sampling in drawn]
+        options: ChatOptions = {
+            "reuse": reuse,
+            "tenant": tenant,
+            "model": request.model,
+            "tools": _tools(request),
+            "tool_choice": request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+        return [partial(weave.chat, messages, **options, sampling=sampling) for sampling in drawn]
     if request.kb is not None:
         check_name(request.kb)
         if transfer is not None:
@@ -103,8 +109,8 @@ def _check_messages(request: ChatRequest) -> None:
     last = request.messages[-1]
     if last.role == "assistant" and last.tool_calls:
         name = f"messages.{len(request.messages) - 1}"
-        message = f"'{name}' calls tools; send their results behind it, as messages of role 'tool'"
-        raise ApiError(400, message, param=name)
+        words = "calls tools; send their results behind it, as messages of role 'tool'"
+        raise ApiError(400, f"'{name}' {words}", param=name)
     if last.role != "tool" and not last.text.strip():
         name = f"messages.{len(request.messages) - 1}.content"
         raise ApiError(400, f"'{name}' is empty; say something", param=name)
@@ -142,20 +148,8 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
-class ToolOptions(TypedDict):
-    """Keyword arguments about tools, of chats and questions alike."""
-
-    tools: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any] | None
-    parallel_tool_calls: bool
-
-
-def _tool_options(request: ChatRequest) -> ToolOptions:
-    return {
-        "tools": [tool.model_dump(exclude_none=True) for tool in request.tools],
-        "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
-    }
+def _tools(request: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
 
 
 def _schema(request: ChatRequest) -> str | None:
@@ -196,7 +190,9 @@ def _over_chunks(
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
     system, turns, since = _turns(request.messages)
     options: AskOptions = {
-        **_tool_options(request),
+        "tools": _tools(request),
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
         "since": since,
         "documents": _documents(request),
         "system": system,
