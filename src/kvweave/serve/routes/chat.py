@@ -81,7 +81,10 @@ def read_chat(
             "tool_choice": request.tool_choice,
             "parallel_tool_calls": request.parallel_tool_calls,
         }
-        return [partial(weave.chat, messages, **options, sampling=sampling) for sampling in drawn]
+        return [
+            partial(weave.chat, messages, **ChatOptions(**options, sampling=sampling))
+            for sampling in drawn
+        ]
     if request.kb is not None:
         check_name(request.kb)
         if transfer is not None:
