@@ -127,6 +127,7 @@ QUOTED = [
         ("Texts of up to {} KiB are parsed", "corpus.parsers.apart:SHORT_BYTES >> 10"),
     ),
     *quoted("server.md", ("| `messages` | {} at most;", "serve.wire.base:MOST_MESSAGES")),
+    *quoted("server.md", ("the model may call, {} at most:", "text.tool_calls:MOST_TOOLS")),
     *quoted("fleet.md", ("at most {:g} times the mean", "config:GatewaySettings().load_factor")),
     *quoted(
         "gateway.md",

@@ -17,7 +17,7 @@ from kvweave.app.answer.piece_stream import PieceStream as PieceStream
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, KVTransfer
+from kvweave.app.question import AskOptions, ChatOptions, KVTransfer
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
 
@@ -132,13 +132,7 @@ class ModelHost(Protocol):
         """As `LibraryHost.check_strategy`."""
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        model: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> PieceStream: ...
 
     def complete(

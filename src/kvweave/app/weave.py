@@ -22,6 +22,7 @@ from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
+from kvweave.app.answer.tool_answer import ToolAnswer
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
@@ -31,6 +32,7 @@ from kvweave.app.question import (
     REUSES,
     TOP_K,
     AskOptions,
+    ChatOptions,
     KVTransfer,
     PlainOptions,
     Question,
@@ -60,6 +62,7 @@ from kvweave.text.prompt import (
     plain_prompt,
     spanned_prompt,
 )
+from kvweave.text.tool_calls import ToolCall, texts_of_tools
 
 if TYPE_CHECKING:
     from kvweave.app.answer.answer_details import AnswerDetails
@@ -89,6 +92,7 @@ __all__ = [
     "Piece",
     "Sampling",
     "TokenLogprob",
+    "ToolCall",
     "Weave",
 ]
 
@@ -337,26 +341,28 @@ class Weave:
         return self._answerer.plan(Question(question, **options))
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        model: str | None = None,
-    ) -> AnswerStream:
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> PieceStream:
         """Continue a conversation of {"role", "content"} messages. What is exact of earlier turns,
         or of others of the `tenant` that began alike, is not computed again unless `reuse` is
-        "full"."""
+        "full".
+
+        `tools` are functions that the model may call, as OpenAI's API has them; `Answer.tool_calls`
+        has what it calls. An assistant's message brings its calls back as "tool_calls", and their
+        results are messages of the role "tool"."""
         called_s = time.perf_counter()
-        self._refuse_other(model)
+        self._refuse_other(options.get("model"))
         if not messages:
             raise RequestError("messages is empty; send at least one")
+        plain = PlainOptions.of(options)
+        use = plain.tool_use
         tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
+        contents += texts_of_tools(() if use is None else use.tools, messages)
         refuse_long(tokenizer, contents, self.max_context)
-        prompt = chat_prompt(tokenizer, messages)
-        options, last = PlainOptions(sampling, reuse, tenant), str(messages[-1].get("content", ""))
-        return self._answerer.plain(prompt, options, called_s, last)
+        prompt = chat_prompt(tokenizer, messages, use)
+        last = str(messages[-1].get("content", ""))
+        made = self._answerer.plain(prompt, plain, called_s, last)
+        return made if use is None else ToolAnswer(made, use)
 
     def complete(
         self,
