@@ -4,8 +4,9 @@ The 40 questions of the packaged valley (`kvweave demo`), half of them over two 
 the product as it is opened by default: MiniLM finds the 5 nearest chunks, the model answers. An
 answer is right if a known one stands in it as words of its own. Drawn greedily, so that a run can
 be repeated. `found` is the share of questions whose passages were all among the chunks, by what the
-answer itself names as its sources: no way of prefill can answer more of them but by luck. Ways that leave nothing exact behind are asked first,
-`auto` last: it would find what the others computed, and they what it did.
+answer itself names as its sources: no way of prefill can answer more of them but by luck. Ways that
+leave nothing exact behind are asked first, `auto` last: it would find what the others computed, and
+they what it did.
 
     python bench/answers.py --model qwen2.5-coder-0.5b --model smollm2 \
         --out bench/results/answers-cpu.json

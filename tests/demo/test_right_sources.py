@@ -1,5 +1,5 @@
-"""The examples that people meet first name the passage that holds the answer as a source, by default
-settings and with the real models."""
+"""The examples that people meet first name the passage that holds the answer as a source, by
+default settings and with the real models."""
 
 import json
 from collections.abc import Iterator
