@@ -239,7 +239,7 @@ QUOTED = [
             "engine.config:ON_CPU['page_tokens']",
             "engine.config:ON_DEVICE['page_tokens']",
         ),
-        ("a quarter of the memory by default", "engine.page_manager:MEMORY_SHARE == 1 / 4"),
+        ("a quarter of the memory by default", "engine.config:EngineConfig().pool_share == 1 / 4"),
         ("requests computed at once, {} |", "engine.config:EngineConfig().max_running"),
         (
             "while none does: {} and {:,} on a CPU, {:,} and {:,} on a GPU",

@@ -223,6 +223,7 @@ class ServerSettings(ConfigSection):
     allowed_hosts: tuple[str, ...] | None = unset("its address alone")
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     aliases: tuple[str, ...] | None = unset("its own name alone")  # other names of the model
+    models: tuple[str, ...] | None = unset("none")  # served beside `model.model`
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
     # from which level on lines are written
     log_level: Literal["debug", "info", "warning", "error"] | None = unset(

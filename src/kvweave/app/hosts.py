@@ -1,7 +1,7 @@
 """What answers, as the server sees it: a model in this process, or engines elsewhere.
 
-    ModelHost     answers without a knowledge base, and opens one     Weave, Gateway
-    LibraryHost   answers from one open knowledge base                Weave, RoutedLibrary
+    ModelHost     answers without a knowledge base, and opens one     Weave, ModelSet, Gateway
+    LibraryHost   answers from one open knowledge base                Weave, …, RoutedLibrary
     PieceStream   an answer in the making                             AnswerStream, RoutedAnswer
 
 `serve/` and `app/libraries/` know no more of those than this. Any thread may call any of it, and
@@ -86,11 +86,11 @@ class LibraryHost(Protocol):
 
 
 class ModelHost(Protocol):
-    """Answers with one model, wherever that is computed."""
+    """Answers with one model or several, wherever that is computed."""
 
     @property
     def local(self) -> "Weave | None":
-        """The same, where the model is in this process."""
+        """The same, where the model is in this process; the usual one of several."""
         ...
 
     @property
@@ -103,6 +103,15 @@ class ModelHost(Protocol):
     def models(self) -> Mapping[str, int | None]:
         """What a request may name as its `model`, the usual one first, with the context of each.
         Does not block."""
+        ...
+
+    def models_of(self, folder: Path) -> Sequence[str]:
+        """Which of `models` are listed for a knowledge base; none: it is of another tokenizer."""
+        ...
+
+    @property
+    def engines(self) -> "Sequence[Weave]":
+        """Those whose engine is in this process; the first is `local`."""
         ...
 
     def why_unready(self) -> str | None:

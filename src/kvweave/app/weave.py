@@ -167,12 +167,15 @@ class Weave:
         *,
         embedder: str | None = None,
         background_kv: bool = False,
+        engine: EngineConfig | None = None,
     ) -> Self:
         """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
-        variables. With `background_kv` it says as well whether and how that is made."""
+        variables. With `background_kv` it says as well whether and how that is made. `engine` goes
+        before the configuration's."""
         if kb is not None:
             check_store(config.store)
-        runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
+        engine = engine or EngineConfig(**given(config.engine))
+        runtime = ModelRuntime.open(config.model, engine)
         settings = AnswerSettings.of(config)
         if kb is None:
             return cls(runtime, settings=settings)
@@ -428,6 +431,10 @@ class Weave:
         """The one that is loaded, and its context. A gateway may have several."""
         return {self.model_name: self.max_context}
 
+    def models_of(self, folder: Path) -> list[str]:
+        """The one that is loaded; whether it fits is found out when it is opened."""
+        return [self.model_name]
+
     def why_unready(self) -> None:
         """Nothing: what is wrong with the engine is found by those who watch it."""
 
@@ -459,6 +466,11 @@ class Weave:
     def local(self) -> "Weave":
         """Itself: the model is in this process."""
         return self
+
+    @property
+    def engines(self) -> "tuple[Weave, ...]":
+        """Itself alone."""
+        return (self,)
 
     @property
     def takes_transfer(self) -> bool:

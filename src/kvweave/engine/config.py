@@ -28,6 +28,7 @@ class EngineConfig:
 
     page_tokens: int | None = None  # of one page; None, here and below: what suits the device
     pool_tokens: int | None = None  # room for KV of all sequences; None: a quarter of the memory
+    pool_share: float = 0.25  # of the free memory, for a pool whose size is left open
     max_running: int = 32  # sequences that are computed at once
     step_rows: int | None = (
         None  # of a step while a sequence decodes: bounds the gap between tokens
@@ -46,6 +47,8 @@ class EngineConfig:
         for name in AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
+        if not 0.0 < self.pool_share <= 1.0:
+            raise ConfigError("EngineConfig.pool_share must be above 0 and at most 1")
         if self.recorded_rows < 0:
             raise ConfigError("EngineConfig.recorded_rows must be at least 0")
         if not 0.0 <= self.tree_share <= 1.0:

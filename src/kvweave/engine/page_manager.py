@@ -15,7 +15,6 @@ from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 
-MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
 MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size
 
 
@@ -27,7 +26,7 @@ def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
         spec = decoder.spec
         per_head = spec.head_dim * decoder.dtype.itemsize
         token_bytes = 2 * spec.num_layers * spec.num_kv_heads * per_head
-        fitting = int(_memory_bytes(decoder.device) * MEMORY_SHARE) // token_bytes
+        fitting = int(_memory_bytes(decoder.device) * cfg.pool_share) // token_bytes
         tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
     num_pages = tokens // cfg.page_tokens
     return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.piece_stream import PieceStream
@@ -38,6 +38,9 @@ from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate_tokenizer
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvweave.app.weave import Weave
 
 GUESSERS = 16  # threads that wait for prompts of guesses
 FIRST_CARD_S = 60.0  # for an upstream to say what it is, at the start
@@ -105,6 +108,14 @@ class Gateway:
 
     def models(self) -> dict[str, int | None]:
         return {self._model: self.max_context, **self.fleet.models()}
+
+    def models_of(self, folder: Path) -> list[str]:
+        return [self._model]
+
+    @property
+    def engines(self) -> "tuple[Weave, ...]":
+        """None: upstreams are watched by the fleet."""
+        return ()
 
     def why_unready(self) -> str | None:
         return self.fleet.why_unready()

@@ -289,9 +289,10 @@ class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
     def __init__(
-        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None]
+        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None] | None
     ) -> None:
-        """`model` as the caller calls it; `keep` hears of the first choice once it is finished."""
+        """`model` as the caller calls it; `keep` hears of the first choice once it is finished, if
+        it is kept."""
         with_usage = request.with_usage
         self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
         self._request = request
@@ -361,7 +362,8 @@ class ChatFormat:
         yield end
 
     def _finished(self, answer: Answer, job: AnswerJob) -> None:
-        self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
+        if self._keep is not None:
+            self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
 
 
 def _message(answer: Answer) -> ReplyMessage:
