@@ -127,3 +127,76 @@ class PassFields(ctypes.Structure):
         ("sequences", _POINTER),
         ("num_sequences", _LONG),
     )
+
+
+class StoredFields(ctypes.Structure):
+    """`StoredChunk` of stored.h."""
+
+    _fields_ = (("data", _POINTER), ("tokens", _LONG), ("row", _LONG), ("nth", _LONG))
+
+
+class LayingFields(ctypes.Structure):
+    """`Laying` of stored.h."""
+
+    _fields_ = (
+        ("chunks", _POINTER),
+        ("num_chunks", _LONG),
+        ("group", _LONG),
+        ("heads", _LONG),
+        ("dim", _LONG),
+        ("half", _LONG),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("value_row", _LONG),
+    )
+
+
+class ChangesFields(ctypes.Structure):
+    """`Changes` of stored.h."""
+
+    _fields_ = (
+        ("fresh_k", _POINTER),
+        ("fresh_v", _POINTER),
+        ("fresh_k_row", _LONG),
+        ("fresh_k_head", _LONG),
+        ("fresh_v_row", _LONG),
+        ("fresh_v_head", _LONG),
+        ("rows", _POINTER),
+        ("at", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("value_row", _LONG),
+        ("bounds", _POINTER),
+        ("weights", _POINTER),
+        ("by", _POINTER),
+        ("chunks", _LONG),
+        ("heads", _LONG),
+        ("dim", _LONG),
+        ("half", _LONG),
+    )
+
+
+class ShiftingFields(ctypes.Structure):
+    """`Shifting` of stored.h."""
+
+    _fields_ = (
+        ("runs", _POINTER),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("value_row", _LONG),
+        ("by_k", _POINTER),
+        ("by_v", _POINTER),
+        ("chunks", _LONG),
+        ("heads", _LONG),
+        ("dim", _LONG),
+        ("half", _LONG),
+    )

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.kernels.native.build import BuildError
-from kvweave.kernels.native.fields import AttentionFields, PassFields
+from kvweave.kernels.native.fields import (
+    AttentionFields,
+    ChangesFields,
+    LayingFields,
+    PassFields,
+    ShiftingFields,
+)
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -58,6 +64,11 @@ class CompiledLibrary:
             self.end_layer = _typed(held.kvw_end_layer, [_POINTER, _POINTER, *rows], _INT)
             of_pass = ctypes.POINTER(PassFields)
             self.run_layers = _typed(held.kvw_run_layers, [of_pass, _LONG, _LONG, _INT], _INT)
+            laying, changes = ctypes.POINTER(LayingFields), ctypes.POINTER(ChangesFields)
+            self.lay_chunks = _typed(held.kvw_lay_chunks, [laying, _INT], None)
+            self.sum_changes = _typed(held.kvw_sum_changes, [changes, _INT], None)
+            shifting = ctypes.POINTER(ShiftingFields)
+            self.shift_runs = _typed(held.kvw_shift_runs, [shifting, _INT], None)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with

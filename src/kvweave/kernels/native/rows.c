@@ -6,6 +6,7 @@
  *     between.h     norm, gate and rotation
  *     one_row.h     attention of a single row, and of many in many_rows.h
  *     layers.h      whole layers
+ *     stored.h      stored chunks, laid where they belong and moved
  *
  * The definition of every function here is its PyTorch twin: kernels/products.py for products
  * (IntegerRows with plain_integers), norm.py, gate.py, rope.py and attention.py for the others,
@@ -36,3 +37,4 @@ static int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 #include "one_row.h"
 #include "many_rows.h"
 #include "layers.h"
+#include "stored.h"
