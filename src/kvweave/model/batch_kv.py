@@ -14,11 +14,13 @@ from torch import Tensor
 
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
+from kvweave.kernels.native.layers import PlacedRows, SequenceSlots
 from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import Segment
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import Rows, bounds_of, flat
+from kvweave.model.sequence_kv import SequenceKV
 
 
 class BatchKV(Protocol):
@@ -35,6 +37,11 @@ class BatchKV(Protocol):
 
         `counts` says how many rows each sequence has, where that is not all of them.
         """
+        ...
+
+    def placed(self, positions: Tensor) -> PlacedRows | None:
+        """Where all rows and what they look at lie, for compiled layers; None: not in one piece of
+        memory for all layers. `positions` [R] of all rows, on the host."""
         ...
 
 
@@ -80,6 +87,16 @@ class DenseBatchKV:
         ]
         return attend(q, positions, segments)
 
+    def placed(self, positions: Tensor) -> PlacedRows | None:
+        kvs = [kv for kv in self._kvs if isinstance(kv, SequenceKV)]
+        if len(kvs) < len(self._kvs):
+            return None
+        sequences = [
+            SequenceSlots(len(rows.positions), *kv.memory, None)
+            for rows, kv in zip(self._batch, kvs, strict=True)
+        ]
+        return PlacedRows(positions, positions, sequences)
+
 
 class PagedBatchKV:
     """Rows of sequences that share a pool: those of all sequences are written in one go."""
@@ -92,6 +109,7 @@ class PagedBatchKV:
         slots = [
             s for rows, kv in zip(batch, self._kvs, strict=True) for s in kv.slots(rows.positions)
         ]
+        self._host_slots = slots
         is_run = len(batch) == 1 and all(b - a == 1 for a, b in pairwise(slots))
         self._slots = (
             slice(slots[0], slots[-1] + 1) if is_run else on_device(torch.tensor(slots), device)
@@ -113,3 +131,15 @@ class PagedBatchKV:
         segments = [kv.segment(*rows) for kv, rows in zip(self._kvs, bounds, strict=True)]
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         return attend_paged(q, positions, segments, keys, values)
+
+    def placed(self, positions: Tensor) -> PlacedRows | None:
+        page = self._pool.page_tokens
+        sequences = [
+            SequenceSlots(
+                len(rows.positions),
+                *self._pool.memory,
+                [(first * page, count * page) for first, count in kv.runs],
+            )
+            for rows, kv in zip(self._batch, self._kvs, strict=True)
+        ]
+        return PlacedRows(positions, torch.tensor(self._host_slots), sequences)
