@@ -48,7 +48,12 @@ def run_part(
             from reliability.faults import run_faults
 
             tiers = args.tiers.split(",")
-            return run_faults(folder, tiers, args.reps, on_rows=on_rows, seed=args.seed)
+            ops = {each for each in args.ops.split(",") if each}
+
+            def only(tier: str, op: str, kind: str) -> bool:
+                return not ops or op in ops
+
+            return run_faults(folder, tiers, args.reps, only, on_rows, args.seed)
         case "kills":
             from reliability.kills import run_kills
 
@@ -72,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
     parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
+    parser.add_argument("--ops", default="", help="what is being done, with commas [all]")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
     parser.add_argument("--seed", type=int, default=0, help="which bytes, which moments")
     parser.add_argument("--kills", type=int, default=300)
