@@ -13,8 +13,8 @@ Parts, which may be run one by one into the same file:
     bombs     /healthz while requests and files made to freeze it come in; SIGTERM meanwhile
 
 Every server is `kvweave serve` in a process of its own, asked over HTTP. A fault counts if it was
-seen to strike. The fields in front of the runs sum them up: the faults of all runs, of other parts
-the last one; --page writes docs/reliability.md from the file and runs nothing.
+seen to strike. The fields in front of the runs sum them up: faults, kills and power cuts of all
+runs, of the other parts the last one; --page writes docs/reliability.md from the file, no more.
 """
 
 import argparse
