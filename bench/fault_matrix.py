@@ -13,8 +13,8 @@ Parts, which may be run one by one into the same file:
     bombs     /healthz while requests and files made to freeze it come in; SIGTERM meanwhile
 
 Every server is `kvweave serve` in a process of its own, asked over HTTP. A fault counts if it was
-seen to strike. The fields in front of the runs sum them up: the faults of all runs, of other parts
-the last one; --page writes docs/reliability.md from the file and runs nothing.
+seen to strike. The fields in front of the runs sum them up: faults, kills and power cuts of all
+runs, of the other parts the last one; --page writes docs/reliability.md from the file, no more.
 """
 
 import argparse
@@ -34,6 +34,11 @@ OUT = RESULTS / "fault_matrix-cpu.json"
 PAGE = REPO / "docs" / "reliability.md"
 
 
+def tell(words: str) -> None:
+    """How far a part is, and every failure as it is found."""
+    print(words, flush=True)
+
+
 def run_part(
     part: str, args: argparse.Namespace, folder: Path, on_rows: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
@@ -43,17 +48,20 @@ def run_part(
             from reliability.faults import run_faults
 
             tiers = args.tiers.split(",")
-            return run_faults(folder, tiers, args.reps, on_rows=on_rows, seed=args.seed)
+            ops = {each for each in args.ops.split(",") if each}
+
+            def only(tier: str, op: str, kind: str) -> bool:
+                return not ops or op in ops
+
+            return run_faults(folder, tiers, args.reps, only, on_rows, args.seed)
         case "kills":
-            from reliability.kills import run_kills  # type: ignore[import-not-found,unused-ignore]
+            from reliability.kills import run_kills
 
-            return dict(run_kills(args.kills))
+            return run_kills(args.kills, seed=args.seed, tell=tell)
         case "power":
-            from reliability.power import (  # type: ignore[import-not-found,unused-ignore]
-                run_power_cuts,
-            )
+            from reliability.power import run_power_cuts
 
-            return dict(run_power_cuts(args.cuts))
+            return run_power_cuts(args.cuts, seed=args.seed, tell=tell)
         case "tenants":
             from reliability.tenants import run_tenants
 
@@ -69,8 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
     parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
+    parser.add_argument("--ops", default="", help="what is being done, with commas [all]")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults: which bytes, how late")
+    parser.add_argument("--seed", type=int, default=0, help="which bytes, which moments")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--model", help="of the tenants' timing; a tiny random one if left out")

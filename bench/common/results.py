@@ -45,7 +45,7 @@ def save_run(
     Called again by the same process it replaces that run: a long bench saves as it goes. What
     `summary` says of all runs stands in front of them.
     """
-    asked = {"question": question.splitlines()[0], "runs": []}
+    asked: dict[str, Any] = {"question": question.splitlines()[0], "runs": []}
     kept = read_results(out) if out.is_file() else asked
     runs = [run for run in kept["runs"] if run["date"] != STARTED]
     runs.append({"date": STARTED, "args": sys.argv[1:], **result})
@@ -77,8 +77,8 @@ def _run_text(run: Mapping[str, Any]) -> str:
 def _value_text(value: Any, indent: str) -> str:
     text = json.dumps(value)
     if isinstance(value, list) and len(text) > 200:
-        lines = map(json.dumps, value)
-        return f"[\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}]"
+        elements = map(json.dumps, value)
+        return f"[\n{indent}" + f",\n{indent}".join(elements) + f"\n{indent[:-1]}]"
     if isinstance(value, dict) and "rows" in value and len(text) > 4000:  # a part of a bench
         lines = (f"{json.dumps(k)}: {_value_text(v, indent + ' ')}" for k, v in value.items())
         return f"{{\n{indent}" + f",\n{indent}".join(lines) + f"\n{indent[:-1]}}}"

@@ -15,6 +15,7 @@ from kvweave.app.library.kv_sync import sync_without_model
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.search import SearchOptions
 from kvweave.errors import KVWeaveError, TierError
 from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.objects import verify_object
@@ -22,6 +23,8 @@ from kvweave.kv.provenance import find_keys, find_tagged
 from kvweave.kv.tiers.disk import DiskTier
 from reliability.ledger import Ledger
 from reliability.notes import Version, fault_in, versions_in
+
+BY_WORDS = SearchOptions(retrieval="words")
 
 
 @dataclass(slots=True)
@@ -76,7 +79,7 @@ def _documents(kb: KnowledgeBase, findings: Findings) -> dict[int, Version]:
     """The version of each note that is there, its chunks compared with what was sent."""
     seen: dict[int, Version] = {}
     for document in kb.documents():
-        (version,) = versions_in(document.title) or {None}
+        version = next(iter(versions_in(document.title)), None)
         if version is None or version.key in seen:
             findings.wrong.append(f"document {document.title!r} is there twice or is no note")
             continue
@@ -95,7 +98,7 @@ def _search(
 ) -> None:
     there = set(seen.values())
     for version in there:
-        hits = kb.search(version.mark, 3, mode="words")
+        hits = kb.search(version.mark, 3, BY_WORDS)
         if not hits or version not in versions_in(hits[0].chunk.text):
             findings.apart.append(f"a search by words does not find {version.mark}")
             continue
@@ -106,7 +109,7 @@ def _search(
             if fault := fault_in(hit.chunk.text, hit.chunk.title, there):
                 findings.wrong.append(fault)
     for version in sorted(ledger.gone() - there)[-40:]:
-        if kb.search(version.mark, 1, mode="words"):
+        if kb.search(version.mark, 1, BY_WORDS):
             findings.back.append(f"a search by words finds {version.mark}, which was deleted")
 
 

@@ -1,7 +1,8 @@
 """Requests and files made to freeze a server: is it still heard, and does it still stop?
 
 Each bomb is sent to a server of its own process while another process asks /healthz without a
-pause. Then once more, and in the middle of it the server gets a SIGTERM.
+pause, and in turn with it a bare HTTP server that has nothing else to do: how long that one takes
+is the machine's doing. Then once more, and in the middle of it the server gets a SIGTERM.
 """
 
 import json
@@ -12,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -74,34 +76,72 @@ def bombs() -> dict[str, Callable[[str], httpx.Response]]:
     }
 
 
-def listen(url: str, began: Any, over: Any, taken: Any) -> None:
-    """In a process of its own: ask until it is over, then hand over the times."""
-    seconds = []
+class Heard(NamedTuple):
+    """Seconds that each question took."""
+
+    healthz: list[float]
+    control: list[float]  # by a server that does nothing else
+
+
+class PlainHandler(BaseHTTPRequestHandler):
+    """Says yes to everything."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Silent."""
+
+
+def answer_plainly(port: Any) -> None:
+    """In a process of its own: the control."""
+    server = HTTPServer(("127.0.0.1", 0), PlainHandler)
+    port.put(server.server_address[1])
+    server.serve_forever()
+
+
+def listen(url: str, control: str, began: Any, over: Any, taken: Any) -> None:
+    """In a process of its own: ask both until it is over, then hand over the times."""
+    found = Heard([], [])
+    places = (f"{url}/healthz", found.healthz), (f"{control}/healthz", found.control)
     with httpx.Client(timeout=SEND_S) as client:
-        client.get(f"{url}/healthz")
+        for place, _ in places:
+            client.get(place)
         began.set()
         while not over.is_set():
-            began_s = time.perf_counter()
-            client.get(f"{url}/healthz")
-            seconds.append(time.perf_counter() - began_s)
+            for place, seconds in places:
+                began_s = time.perf_counter()
+                client.get(place)
+                seconds.append(time.perf_counter() - began_s)
             time.sleep(0.005)
-    taken.put(seconds)
+    taken.put(found)
 
 
-def heard(url: str, act: Callable[[], Any]) -> list[float]:
-    """Seconds that each /healthz took while `act` ran."""
+def heard(url: str, act: Callable[[], Any]) -> Heard:
+    """How long /healthz and the control took while `act` ran."""
     context = mp.get_context("spawn")
+    port = context.Queue()
+    control = context.Process(target=answer_plainly, args=(port,), daemon=True)
+    control.start()
     began, over, taken = context.Event(), context.Event(), context.Queue()
-    process = context.Process(target=listen, args=(url, began, over, taken), daemon=True)
+    beside = f"http://127.0.0.1:{port.get(timeout=SEND_S)}"
+    process = context.Process(target=listen, args=(url, beside, began, over, taken), daemon=True)
     process.start()
     began.wait(SEND_S)
     try:
         act()
     finally:
         over.set()
-        found = taken.get(timeout=SEND_S)
+        found: Heard = taken.get(timeout=SEND_S)
         process.join(30)
-    return list(found)
+        control.kill()
+        control.join()
+    return found
 
 
 def run_bombs(folder: Path, names: list[str] | None = None) -> dict[str, Any]:
@@ -129,8 +169,9 @@ def run_bombs(folder: Path, names: list[str] | None = None) -> dict[str, Any]:
         server.stop()
     return {
         "rows": rows,
-        "healthz_quiet_ms": _ms(max(quiet)),
+        "healthz_quiet_ms": _ms(max(quiet.healthz)),
         "healthz_worst_ms": max(row["healthz_max_ms"] for row in rows),
+        "control_worst_ms": max(row["control_max_ms"] for row in rows),
         "sigterm_worst_s": max(row["sigterm_s"] for row in rows),
     }
 
@@ -150,15 +191,16 @@ def _row(server: FaultServer, name: str, send: Callable[[str], httpx.Response]) 
     time.sleep(1.0)
     stopped_s = server.stop(wait_s=120)
     thread.join(30)
-    ordered = sorted(taken)
+    ordered = sorted(taken.healthz)
     return {
         "bomb": name,
         "status": replies[0].status_code,
         "took_s": round(took_s, 2),
-        "asked": len(taken),
+        "asked": len(ordered),
         "healthz_p50_ms": _ms(statistics.median(ordered)),
         "healthz_p99_ms": _ms(ordered[int(0.99 * (len(ordered) - 1))]),
         "healthz_max_ms": _ms(ordered[-1]),
+        "control_max_ms": _ms(max(taken.control)),
         "sigterm_s": round(stopped_s, 2),
     }
 

@@ -51,6 +51,7 @@ class Layers(NamedTuple):
     first: int = 1  # no read below this is one of a layer
     second: int = 1 << 62  # reads from here on bring later layers
     middle: int = 1 << 62  # and from here on those of the second half
+    layer_bytes: int = 0  # of each; what lies behind the last (extras) is not always read
 
     def op(self, offset: int) -> str:
         if offset < self.first:
@@ -58,6 +59,13 @@ class Layers(NamedTuple):
         if offset >= self.middle:
             return LOAD_MIDDLE
         return LOAD_FIRST if offset < self.second else OTHER
+
+    def damaged(self, data: bytes, strikes: Strikes) -> bytes:
+        """An object with one bit changed in a layer; of another kind of object, anywhere."""
+        end = self.first + self.layer_bytes
+        if not self.layer_bytes or len(data) < end:
+            return strikes.damaged(data)
+        return data[: self.first] + strikes.damaged(data[self.first : end]) + data[end:]
 
 
 # ---- Valkey
@@ -158,7 +166,7 @@ class ValkeyProxy:
                     # a bit of the value: the protocol around it stays whole
                     at = raw.rindex(args[2][-64:])
                     start = at + 64 - len(args[2])
-                    value = self.strikes.damaged(args[2])
+                    value = self.layers.damaged(args[2], self.strikes)
                     replies.put(None)
                     server.sendall(raw[:start] + value + raw[start + len(value) :])
                 case "truncated" if name == b"SET":
@@ -367,7 +375,7 @@ class _S3Handler(BaseHTTPRequestHandler):
                 self._reply(status, [("Content-Type", "application/xml")], text, len(text))
                 return
             elif rule.kind == CORRUPTED and self.command == "PUT":
-                body = strikes.damaged(body)
+                body = self.of.layers.damaged(body, strikes)
             elif rule.kind == TRUNCATED and self.command != "GET":
                 self._leave()
                 return

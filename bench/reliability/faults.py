@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -64,8 +65,8 @@ BOUND_S = {"disk": 40.0, "valkey": 15.0, "s3": 15.0, "host": 15.0, "engine": 40.
 UPLOAD_BOUND_S = 75.0  # that waits for KV to be written: `write_deadline_s` and a little
 STARTUP_BOUND_S = 60.0
 # what nothing need be counted of: late and within the deadline; a wrong size, which only estimates
-# use: what is read has its size in its header
-QUIET = {(op, SLOW) for op in (*OPS, FORWARD)} | {(LOOKUP, CORRUPTED)}
+# use: what is read has its size in its header; a wrong number of objects removed, which none do
+QUIET = {(op, SLOW) for op in (*OPS, FORWARD)} | {(LOOKUP, CORRUPTED), (EVICT, CORRUPTED)}
 
 
 @dataclass
@@ -506,7 +507,7 @@ class DiskLane(Lane):
         """In place, as a bad medium does."""
         size = path.stat().st_size
         start = self._layers.middle if rule.op == LOAD_MIDDLE else self._layers.first
-        at = start + random.Random(rule.seed).randrange(4096)
+        at = start + random.Random(rule.seed).randrange(self._layers.layer_bytes)
         if rule.kind == TRUNCATED:
             os.truncate(path, min(at, size - 1))
         else:
@@ -723,7 +724,8 @@ def layers_of(name: str, data: bytes) -> Layers:
     key = parse_key(re.split("[:/]", name)[-1].removesuffix(".kv"))
     assert key is not None, f"{name} is no object of ours"
     layers = parse_header(data, key, len(data)).layers
-    return Layers(layers[0].offset, layers[1].offset, layers[len(layers) // 2].offset)
+    first, second, middle = layers[0], layers[1], layers[len(layers) // 2]
+    return Layers(first.offset, second.offset, middle.offset, first.size_bytes)
 
 
 Plan = Sequence[tuple[str, str]]  # op and kind
@@ -820,15 +822,13 @@ def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None
                     news.put(("lost", f"{tier} {name}: {title}"))
 
         numbered = list(enumerate(job.plan))
-        plan = [
-            (op, kind, job.seed + 1000 * rep + n)
+        plans = [
+            [(op, kind, job.seed + 1000 * rep + n) for n, (op, kind) in numbered if op != START]
             for rep in range(job.reps)
-            for n, (op, kind) in numbered
-            if op != START
         ]
-        # at the end, and once: a start takes as long as ten other faults
+        # once: a start takes as long as ten other faults
         starts = [(op, kind, job.seed + n) for n, (op, kind) in numbered if op == START]
-        drive("server", plan + starts)
+        drive("server", [*plans[0], *starts, *chain.from_iterable(plans[1:])])
 
 
 def _as_json(row: FaultRow) -> dict[str, Any]:

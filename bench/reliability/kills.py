@@ -323,8 +323,8 @@ class WrittenRounds:
         return self._docs / f"note{key}.md"
 
 
-def _hits(http: httpx.Client, query: str, mode: str) -> list[dict[str, Any]]:
-    body = {"query": query, "k": 2, "mode": mode}
+def _hits(http: httpx.Client, query: str, retrieval: str) -> list[dict[str, Any]]:
+    body = {"query": query, "k": 2, "retrieval": retrieval}
     reply = http.post(f"/v1/kb/{KB}/search", json=body)
     reply.raise_for_status()
     found: list[dict[str, Any]] = reply.json()["data"]

@@ -77,7 +77,8 @@ class Ledger:
     def faults(self, seen: Mapping[int, Version]) -> tuple[list[str], list[str]]:
         """(lost, back): notes that are not what was acknowledged, and versions that were deleted
         or replaced and are there."""
-        lost, back = [], []
+        lost: list[str] = []
+        back: list[str] = []
         for key, states in self.possible().items():
             found = seen.get(key)
             if found in states:

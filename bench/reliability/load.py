@@ -134,8 +134,8 @@ class _Client:
         version = self._load.ledger.now(self._rng.choice(self._keys))
         if version is None:
             return
-        mode = self._rng.choice(["vector", "words", "hybrid"])
-        body = {"query": f"{version.mark} drain a node", "k": 3, "mode": mode}
+        retrieval = self._rng.choice(["vector", "words", "hybrid"])
+        body = {"query": f"{version.mark} drain a node", "k": 3, "retrieval": retrieval}
         reply = http.post(f"/v1/kb/{KB}/search", json=body)
         if self._is_fine(reply, "search"):
             for hit in reply.json()["data"]:

@@ -1,5 +1,6 @@
 """docs/reliability.md out of the results of bench/fault_matrix.py, and the sums over its parts."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,22 +12,33 @@ TIERS = ("host", "disk", "valkey", "s3", "engine")
 
 
 def latest(runs: Iterable[Json]) -> dict[str, Any]:
-    """Each part as its last run has it; faults of all runs together."""
+    """Each part as its last run has it; faults, kills and power cuts of all runs together."""
     found: dict[str, Any] = {}
     for run in runs:
         where = {"commit": run["commit"], "device": run["device"]}
-        for part in ("kills", "power", "tenants", "bombs"):
+        for part in ("tenants", "bombs"):
             if part in run:
                 found[part] = {**run[part], **where}
-        if "faults" in run:
-            before = found.get("faults", {"rows": [], "lost": [], "commit": ""})
-            commits = [each for each in (*before["commit"].split(", "), run["commit"]) if each]
-            found["faults"] = {
-                "rows": [*before["rows"], *run["faults"]["rows"]],
-                "lost": [*before["lost"], *run["faults"]["lost"]],
-                **where,
-                "commit": ", ".join(dict.fromkeys(commits)),
-            }
+        for part in ("faults", "kills", "power"):
+            if part in run:
+                before = found.get(part, {"commit": ""})
+                commits = [each for each in (*before["commit"].split(", "), run["commit"]) if each]
+                commit = ", ".join(dict.fromkeys(commits))
+                found[part] = {**_together(before, run[part]), **where, "commit": commit}
+    return found
+
+
+def _together(before: Json, more: Json) -> dict[str, Any]:
+    """Two runs of one part as one: lists behind each other, numbers added."""
+    found = dict(before)
+    for name, value in more.items():
+        match value:
+            case list():
+                found[name] = [*before.get(name, []), *value]
+            case dict():
+                found[name] = dict(Counter(before.get(name, {})) + Counter(value))
+            case int() | float() if name != "seed":
+                found[name] = before.get(name, 0) + value
     return found
 
 
@@ -48,6 +60,7 @@ def summary(runs: Iterable[Json]) -> dict[str, Any]:
         "tenant_leaks": parts.get("tenants", {}).get("tenant_leaks"),
         "not_as_expected": sum(bool(row["problems"]) for row in rows),
         "healthz_worst_ms": bombs.get("healthz_worst_ms"),
+        "control_worst_ms": bombs.get("control_worst_ms"),
         "sigterm_worst_s": bombs.get("sigterm_worst_s"),
         "p99_extra_s": {kind: p99(extra(rows, kind)) for kind in kinds_of(rows)},
     }
@@ -123,7 +136,8 @@ BOMBS = """
 ## Bombs
 
 Commit {commit}. `/healthz` asked from another process while each is sent; left alone, the slowest
-was {healthz_quiet_ms} ms. SIGTERM comes a second after the bomb.
+was {healthz_quiet_ms} ms. The control is a bare HTTP server in a process of its own, asked in turn
+with it: what the machine makes anybody wait. SIGTERM comes a second after the bomb.
 """
 
 
@@ -148,6 +162,7 @@ def _sums(total: Json) -> list[str]:
         f"| leaks between tenants | {shown(total['tenant_leaks'])} |",
         f"| faults with anything not as it should be | {shown(total['not_as_expected'])} |",
         f"| slowest `/healthz` under a bomb | {shown(total['healthz_worst_ms'], ' ms')} |",
+        f"| slowest reply of a bare server beside it | {shown(total['control_worst_ms'], ' ms')} |",
         f"| slowest end after SIGTERM under a bomb | {shown(total['sigterm_worst_s'], ' s')} |",
         "",
     ]
@@ -224,6 +239,10 @@ def _crashes(parts: Json) -> list[str]:
         lines += ["| | |", "|---|---|"]
         lines += [f"| {key} | {value:,} |" for key, value in numbers.items()]
         lines += [""]
+        if part.get("failures"):
+            lines += ["Not as it should be:", ""]
+            lines += [f"- {_failure(failure)}" for failure in part["failures"]]
+            lines += [""]
     return lines
 
 
@@ -246,15 +265,21 @@ def _bombs(part: Json | None) -> list[str]:
         return []
     lines = [
         *_filled(BOMBS, part),
-        "| bomb | reply | `/healthz` median | p99 | slowest | SIGTERM to end |",
-        "|---|---|---|---|---|---|",
+        "| bomb | reply | `/healthz` median | p99 | slowest | control, slowest | SIGTERM to end |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['bomb']} | {row['status']} | {row['healthz_p50_ms']} ms "
-        f"| {row['healthz_p99_ms']} ms | {row['healthz_max_ms']} ms | {row['sigterm_s']} s |"
+        f"| {row['healthz_p99_ms']} ms | {row['healthz_max_ms']} ms | {row['control_max_ms']} ms "
+        f"| {row['sigterm_s']} s |"
         for row in part["rows"]
     ]
     return [*lines, ""]
+
+
+def _failure(failure: Json) -> str:
+    at = ", ".join(f"{name} {value}" for name, value in failure.items() if name != "found")
+    return f"{at}: {'; '.join(failure['found'])}"
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -122,8 +122,8 @@ def look(
         ):
             if other is nobody:
                 continue  # has a knowledge base of that name itself
-            body = {"json": {"query": SECRET}} if method == "POST" else {}
-            reply = other.http.request(method, path, **body)
+            body = {"query": SECRET} if method == "POST" else None
+            reply = other.http.request(method, path, json=body)
             is_apart = reply.status_code == 404 and SECRET not in reply.text
             seen = f"{reply.status_code} {reply.text}"
             checks.add(
@@ -140,8 +140,10 @@ def look(
     assert anna.http.get("/v1/kb/notes/documents").json()["data"], "it was deleted by another"
 
     # metrics
-    for tenant, of in ((bert, "another tenant"), (None, "a stranger")):
-        page = (tenant.http if tenant else httpx).get(f"{url}/metrics", timeout=60).text
+    for page, of in (
+        (bert.http.get(f"{url}/metrics", timeout=60).text, "another tenant"),
+        (httpx.get(f"{url}/metrics", timeout=60).text, "a stranger"),
+    ):
         checks.add("metrics", f"read by {of}", "anna" not in page and "notes" not in page)
 
     # explain: the same text, whose KV anna has

@@ -31,7 +31,7 @@ from reliability.fault_rules import (
 from reliability.fault_server import Reply, grown
 from reliability.fault_world import Truth
 from reliability.faults import run_faults
-from reliability.reliability_page import page_of, summary
+from reliability.reliability_page import latest, page_of, summary
 from reliability.tenants import rank_test
 from worlds.servers import running_redis
 
@@ -99,6 +99,28 @@ def test_a_sum_counts_what_went_wrong() -> None:
     assert (found["lost_documents"], found["stuck_requests"]) == (1, 1)
     assert found["p99_extra_s"] == {FULL: 9.0}
     assert "| disk | save | full | 1 | wrong answer |" in page_of({"runs": [run]})
+
+
+def test_kills_of_all_runs_are_added_and_their_failures_are_told() -> None:
+    kills = {
+        "kills": 60,
+        "kills_by_kind": {"ingest": 20, "docs rm": 40},
+        "seed": 3,
+        "lost_documents": 0,
+        "failures": [],
+    }
+    failure = {"round": 8, "moment": "0.2 s behind change 3", "found": ["note 4 is absent"]}
+    failed = {**kills, "lost_documents": 1, "failures": [failure]}
+    runs = [
+        {"commit": "b", "device": "d", "kills": kills},
+        {"commit": "c", "device": "d", "kills": failed},
+    ]
+    part = latest(runs)["kills"]
+    assert (part["kills"], part["kills_by_kind"]) == (120, {"ingest": 40, "docs rm": 80})
+    assert (summary(runs)["kills"], summary(runs)["lost_documents"]) == (120, 1)
+    page = page_of({"runs": runs})
+    assert "Commit b, c. 120 in all." in page
+    assert "- round 8, moment 0.2 s behind change 3: note 4 is absent" in page
 
 
 # ── its parts ────────────────────────────────────────────────────────────────

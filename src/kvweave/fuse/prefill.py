@@ -27,6 +27,7 @@ from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
+from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
 from kvweave.kv.residency import Miss
@@ -179,16 +180,17 @@ class StoredPrompt:
         waited_s: float,
     ) -> FuseRecord:
         num_exact = frame.num_exact
+        told = request.as_reused(self._rounded())
         lengths = [len(ids) for _, ids in self._named[:num_exact]]
         front = exact_chunk_records(lengths, len(frame.exact.token_ids))
         why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
-        behind = chunk_records(request, made.recomputed, self._lease.tiers, missing, why)
+        behind = chunk_records(told, made.recomputed, self._lease.tiers, missing, why)
         return FuseRecord(
             strategy=self._strategy.name,
             ratio=ratio,
             encoding=frame.encoding,
             token_ids=request.prompt_ids,
-            states=TokenStates(request, made.recomputed),
+            states=TokenStates(told, made.recomputed),
             chunks=(*front, *behind),
             work=made.work,
             loaded_bytes=self._loaded(request),
@@ -201,6 +203,11 @@ class StoredPrompt:
             loading_since_s=self._started_s,
             trace=made.trace,
         )
+
+    def _rounded(self) -> set[ChunkKey]:
+        """Chunks that the store gives back other than they were computed."""
+        headers = self._transfer.headers().items()
+        return {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:
         """Bytes by tier."""

@@ -8,7 +8,7 @@ Positions count tokens of the whole prompt. Pure data: no tensors, no model.
 import math
 import struct
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -25,8 +25,8 @@ MANY = 8  # packing all token ids takes about as long as looking up one of so ma
 class State(StrEnum):
     """Where the KV of a token came from. What an explain record says of every token."""
 
-    EXACT = "exact"  # reused where it was computed: full prefill, but for the codec's rounding
-    REUSED = "reused"  # chunk KV as stored, turned to its place
+    EXACT = "exact"  # what full prefill gives: reused where it was computed, no bit changed
+    REUSED = "reused"  # chunk KV as stored, turned to its place or rounded by its codec
     RECOMPUTED = "recomputed"  # stored, but computed again because it matters here
     COMPUTED = "computed"  # question and missing chunks
 
@@ -45,7 +45,9 @@ class ChunkSpan(NamedTuple):
     key: ChunkKey
     start: int  # position of its first token
     end: int
-    state: State  # EXACT, REUSED (fused) or COMPUTED (missing)
+    # EXACT (right behind the preamble, as when it was computed: no row of it is chosen, rounded by
+    # a codec or not), REUSED (fused) or COMPUTED (missing)
+    state: State
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +83,16 @@ class FuseRequest:
     def placed(self) -> tuple[ChunkSpan, ...]:
         """Chunks whose KV comes from the store, in prompt order."""
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)
+
+    def as_reused(self, keys: Collection[ChunkKey]) -> "FuseRequest":
+        """What a record says of it: exact chunks that have these keys are reused, no more."""
+        spans = (
+            span._replace(state=State.REUSED)
+            if span.state is State.EXACT and span.key in keys
+            else span
+            for span in self.spans
+        )
+        return replace(self, spans=tuple(spans))
 
     def runs(self, *states: State) -> list[range]:
         """Positions of the chunks of these states, neighbours put together, ascending."""

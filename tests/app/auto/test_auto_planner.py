@@ -15,7 +15,6 @@ from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED
 from kvweave.app.auto.auto_planner import AutoPlanner, Planned
 from kvweave.app.auto.facts import (
     CalibratedGate,
-    is_lossless,
     layer_bytes_per_token,
     strategy_info,
 )
@@ -513,13 +512,6 @@ def test_prices_are_kept_apart_by_codec(world: World) -> None:
 def test_the_gate_knows_strategies_that_were_measured_and_no_others() -> None:
     shut = CalibratedGate((), "p").min_ratio("epic", 1.0, PromptShape(1000, 5))
     assert (shut.ratio, shut.reason) == (None, Reason.NOT_CALIBRATED)
-
-
-def test_only_codecs_that_keep_every_bit_are_lossless() -> None:
-    assert is_lossless("raw", "float32")
-    assert is_lossless("bf16", "bfloat16")
-    assert not is_lossless("bf16", "float32")
-    assert not is_lossless("int8", "float32")
 
 
 def test_strategies_are_priced_by_what_their_selectors_need(weave: Weave) -> None:

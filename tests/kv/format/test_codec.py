@@ -5,7 +5,7 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.kv.format import objects
-from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, open_codec
+from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
 from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
 from worlds.kv import make_key, make_layers
@@ -159,3 +159,10 @@ def test_a_gpu_encodes_and_decodes_like_a_cpu(codec: str) -> None:
     encoded = layer_of(here.header, here.memory, 0)
     on_gpu = encoded._replace(data=encoded.data.cuda()).decode()
     torch.testing.assert_close(on_gpu.k.cpu(), encoded.decode().k, rtol=1e-6, atol=1e-6)
+
+
+def test_only_codecs_that_keep_every_bit_are_lossless() -> None:
+    assert is_lossless("raw", "float32")
+    assert is_lossless("bf16", "bfloat16")
+    assert not is_lossless("bf16", "float32")
+    assert not is_lossless("int8", "float32")

@@ -24,7 +24,7 @@ from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
-from kvweave.kv.format.codec import open_codec
+from kvweave.kv.format.codec import is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek, Residency
@@ -36,12 +36,6 @@ from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId
 
 MOST_VERDICTS = 1024  # of a gate that are remembered
-# A codec that gives back every bit, by the model's dtype; "raw" does for all.
-_SAME_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-def is_lossless(codec: str, dtype: str) -> bool:
-    return codec == "raw" or _SAME_DTYPE.get(codec) == dtype
 
 
 def layer_bytes_per_token(encoder: ChunkEncoder) -> float:

@@ -199,6 +199,12 @@ def open_codec(name: str) -> Codec:
     return CODECS[name]
 
 
+def is_lossless(codec: str, dtype: str) -> bool:
+    """Whether KV of a model of that dtype comes back with every bit."""
+    known = open_codec(codec)
+    return isinstance(known, PlainCodec) and known.stored in (None, DTYPES[dtype])
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name a header and a key carry. ConfigError for a dtype no model of ours has."""
     for name, known in DTYPES.items():
