@@ -309,7 +309,8 @@ class Weave:
         `min_score` are left out, and a `filter` takes those of documents with such metadata.
         `rewrite` has the model put a follow-up so that a search understands it (`Answer.query`).
         Where nothing is found the answer says so (`Answer.nothing_found`), unless `nothing_found`
-        is "answer". `cite` puts numbers of sources behind sentences.
+        is "answer". `cite` puts numbers of sources behind sentences. `tools` are as in `chat`; the
+        calls that the model made for this very question, and their results, are `since`.
         """
         return self.stream(question, **options).finish()
 

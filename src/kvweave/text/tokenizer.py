@@ -179,7 +179,7 @@ class Tokenizer:
 
         def stand_in(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
             rest = {name: safe(each) for name, each in message.items() if name != "content"}
-            is_silent = not message["content"] and "tool_calls" in message  # templates look at that
+            is_silent = not message.get("content") and "tool_calls" in message
             return {**rest, "content": "" if is_silent else f"{word}m{place:0{DIGITS}}"}
 
         stand_ins = [stand_in(place, message) for place, message in enumerate(messages)]
