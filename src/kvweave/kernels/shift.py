@@ -87,9 +87,7 @@ class ChunkRuns:
         return cls(each, table, Angles(cos, sin))
 
 
-def shift_runs(
-    keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: ChunkRuns
-) -> None:
+def shift_runs(keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: ChunkRuns) -> None:
     """As `shift`, chunk c being runs.each[c]: what a CPU does without gathering a row."""
     library = compiled(keys, values, by_k, by_v)
     if library is not None and in_c.has_whole_rows(keys, values):

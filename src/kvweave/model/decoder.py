@@ -37,7 +37,8 @@ from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
 
-# rows up to which compiled layers run in one call; with more a layer takes long enough to be heard of
+# rows up to which compiled layers run in one call; with more, a layer takes long enough to be
+# heard of
 FEW_ROWS = 32
 # nats per token to the exact weights: below it rounded ones count as the same model, and `auto`
 # takes them

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -216,8 +215,8 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(
         layers.begin(layer, torch.zeros(2, 31), torch.zeros(2, 500))
     with pytest.raises(ValueError, match=r"\[R, 32\]"):
         layers.end(layer, h, torch.zeros(2, 7))
+    wide = torch.zeros(spec.num_heads * spec.head_dim, 2)
     with pytest.raises(ValueError, match="side by side"):
-        wide = torch.zeros(spec.num_heads * spec.head_dim, 2)
         layers.end(layer, h, wide.t())
     kv = SequenceKV(spec, 8, torch.float32, torch.device("cpu"))
     at = torch.tensor([6, 7])
@@ -230,9 +229,9 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(
         PlacedRows(at, at, [held._replace(pieces=[(4, 8)])])
     with pytest.raises(ValueError, match="2 positions"):
         PlacedRows(at, at[:1], [held])
+    angles, placed = rounded.angles(torch.arange(3)), PlacedRows(at, at, [held])
     with pytest.raises(ValueError, match="angles"):
-        angles = rounded.angles(torch.arange(3))
-        layers.run(range(layer, layer + 1), h, angles, PlacedRows(at, at, [held]))
+        layers.run(range(layer, layer + 1), h, angles, placed)
 
 
 def test_other_weights_are_left_to_the_decoder(exact: Decoder, library: CompiledLibrary) -> None:

@@ -131,16 +131,16 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Compiled
         lay_chunks(library, [chunk._replace(row=10)], 64, turn, keys, values)
     with pytest.raises(ValueError, match="angles"):
         lay_chunks(library, [chunk, chunk], 64, turn, keys, values)
+    turned = torch.zeros(2, 10, 8, 2).transpose(2, 3)
     with pytest.raises(ValueError, match="side by side"):
-        turned = torch.zeros(2, 10, 8, 2).transpose(2, 3)
         lay_chunks(library, [chunk], 64, turn, turned[0], turned[1])
     fresh, turn, kv, owners = make_changes(2, 8, 8)
     with pytest.raises(ValueError, match="not among 40 fresh"):
         sum_changes(library, fresh._replace(rows=fresh.rows + 40), turn, kv[0], kv[1], owners)
+    longer = owners._replace(bounds=owners.bounds + 9)
     with pytest.raises(ValueError, match="bounds"):
-        longer = owners._replace(bounds=owners.bounds + 9)
         sum_changes(library, fresh, turn, kv[0], kv[1], longer)
     runs = ChunkRuns.of([(85, make_angles(torch.arange(6), torch.ones(4), 1, torch.float32))], 8)
+    by = torch.zeros(2, 1, 2, 8)
     with pytest.raises(ValueError, match="not among 90"):
-        by = torch.zeros(2, 1, 2, 8)
         shift_runs(library, (kv[0], kv[1]), (by[0], by[1]), runs.table, runs.turn)

@@ -1,5 +1,7 @@
-"""The structures of the C source, as ctypes fills them. They hold addresses alone: who makes one keeps
-the memory that it speaks of."""
+"""The structures of the C source, as ctypes fills them.
+
+They hold addresses alone: who makes one keeps the memory that it speaks of.
+"""
 
 import ctypes
 

@@ -92,9 +92,7 @@ class PlacedRows:
             end = first + each.num_rows
             self._check(each, max(last_slots[first:end]), int(positions[end - 1]))
             at, count = 0, 0
-            if each.pieces is not None and not (
-                len(each.pieces) == 1 and each.pieces[0][0] == 0
-            ):
+            if each.pieces is not None and not (len(each.pieces) == 1 and each.pieces[0][0] == 0):
                 pieces = torch.tensor(each.pieces, dtype=torch.int64)
                 self._pieces.append(pieces)
                 at, count = pieces.data_ptr(), len(pieces)
@@ -190,7 +188,9 @@ class CompiledLayers:
 
     def _check(self, h: Tensor, other: Tensor, width: int) -> None:
         if h.shape[1] != self._sizes.hidden or other.shape != (len(h), width):
-            raise ValueError(f"[R, {self._sizes.hidden}], [R, {width}], not {h.shape}, {other.shape}")
+            raise ValueError(
+                f"[R, {self._sizes.hidden}], [R, {width}], not {h.shape}, {other.shape}"
+            )
         if not h.is_contiguous() or other.stride(1) != 1 or other.dtype != torch.float32:
             raise ValueError("rows are float32, and their values lie side by side")
         if h.dtype != torch.float32 or not (h.is_cpu and other.is_cpu):

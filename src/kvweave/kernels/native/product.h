@@ -33,6 +33,7 @@ int64_t kvw_padded_channels(int64_t out_dim) { return whole(out_dim, PANEL); }
 void kvw_pack(
     const int8_t *codes, int64_t out_dim, int64_t columns, int8_t *packed, int32_t *start) {
     int64_t width = whole(columns, GROUP);
+#pragma omp parallel for schedule(static, PANEL)
     for (int64_t o = 0; o < whole(out_dim, PANEL); o++) {
         int8_t *to = packed + o / PANEL * PANEL * width + o % PANEL * GROUP;
         int32_t sum = 0;

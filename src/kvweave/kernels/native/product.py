@@ -61,9 +61,7 @@ class NativeProduct:
         num_rows = len(x)
         # an address says nothing of what lies there: what C is given is checked here
         if x.shape[1] != self.in_dim or y.shape != (num_rows, self.out_dim):
-            raise ValueError(
-                f"[R, {self.in_dim}] to [R, {self.out_dim}], not {x.shape}, {y.shape}"
-            )
+            raise ValueError(f"[R, {self.in_dim}] to [R, {self.out_dim}], not {x.shape}, {y.shape}")
         if x.dtype != torch.float32 or y.dtype != torch.float32 or y.stride(1) != 1:
             raise ValueError("rows are float32, and results lie side by side")
         if x.stride(1) != 1:

@@ -1,8 +1,10 @@
-"""Stored chunks in C: decoded, turned and laid in one call, and moved in two: the twins of the codec
-`int8` with rope.py, of place.mean_changes and of shift.shift_runs, for float32 on a CPU.
+"""Stored chunks in C: decoded, turned and laid in one call, and moved in two.
 
-Shapes: N tokens of all chunks, R fresh rows, C of them chosen, M chunks, T rows of the request's KV,
-Hk KV heads, D head dim, r rotary dims.
+The twins of the codec `int8` with rope.py, of place.mean_changes and of shift.shift_runs, for
+float32 on a CPU.
+
+Shapes: N tokens of all chunks, R fresh rows, C of them chosen, M chunks, T rows of the request's
+KV, Hk KV heads, D head dim, r rotary dims.
 """
 
 import ctypes
