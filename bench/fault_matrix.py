@@ -57,7 +57,7 @@ def run_part(
         case "kills":
             from reliability.kills import run_kills
 
-            return run_kills(args.kills, seed=args.seed, tell=tell)
+            return run_kills(args.kills, seed=args.seed, tell=tell, on_result=on_rows)
         case "power":
             from reliability.power import run_power_cuts
 

@@ -200,7 +200,9 @@ class Lane(ABC):
             print(f"{self.tier}: the server did not stop in order", flush=True)
 
     def _rule_row(self, op: str, kind: str, seed: int) -> FaultRow:
-        times = None if seed % 2 == 0 or kind in (GONE, HANG) else 1
+        # of several objects that are saved, only some are read by the question behind
+        is_lasting = kind in (GONE, HANG) or (op, kind) == (SAVE, CORRUPTED)
+        times = None if seed % 2 == 0 or is_lasting else 1
         return FaultRow(self.tier, op, kind, seed, times)
 
     def _rule(self, row: FaultRow) -> FaultRule:

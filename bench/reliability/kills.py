@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,25 +59,39 @@ class KillBook:
 
 
 def run_kills(
-    rounds: int, *, seed: int = 0, folder: Path | None = None, tell: Tell = lambda _: None
+    rounds: int,
+    *,
+    seed: int = 0,
+    folder: Path | None = None,
+    tell: Tell = lambda _: None,
+    on_result: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Until there were so many kills. The result has `kills`, `lost_documents`, `wrong_answers`,
     `disagreements`, what clients did, and each failure with its round, seed and moment. Files go to
-    `folder`."""
+    `folder`; `on_result` hears the result so far whenever `tell` hears how far it is."""
     began_s = time.monotonic()
     books = KillBook(seed, tell), KillBook(seed, tell)
+
+    def say(words: str) -> None:
+        tell(words)
+        on_result(_result(seed, books, time.monotonic() - began_s))
+
     num_served = round(rounds * SERVED_SHARE)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         world = CrashWorld(Path(temporary) / "served")
         try:
-            ServedRounds(world, books[0]).run(num_served, tell)
+            ServedRounds(world, books[0]).run(num_served, say)
         finally:
             world.close()
         world = CrashWorld(Path(temporary) / "written")
         try:
-            WrittenRounds(world, books[1]).run(rounds - num_served, tell)
+            WrittenRounds(world, books[1]).run(rounds - num_served, say)
         finally:
             world.close()
+    return _result(seed, books, time.monotonic() - began_s)
+
+
+def _result(seed: int, books: Sequence[KillBook], took_s: float) -> dict[str, Any]:
     found = Findings()
     for book in books:
         found.add(book.findings)
@@ -95,7 +109,7 @@ def run_kills(
         "disagreements": len(found.apart),
         "kv_left_for_next_start": found.kv_for_next_start,
         "failures": [failure for book in books for failure in book.failures],
-        "took_s": round(time.monotonic() - began_s, 1),
+        "took_s": round(took_s, 1),
     }
 
 
@@ -281,7 +295,7 @@ class WrittenRounds:
         self._settle()
         if kind == "docs rm":
             for key in keys:  # else the next ingest brings them back
-                self._file(key).unlink()
+                self._file(key).unlink(missing_ok=True)  # gone: an ingest was killed before it saw
 
     def _change_files(self, rng: random.Random) -> list[int]:
         """Write, change and remove some files; ingest is told to follow."""
