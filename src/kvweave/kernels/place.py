@@ -27,6 +27,9 @@ def place(
         from kvweave.kernels.gpu.place import place_rows
 
         return place_rows(q, k, v, turn, rows, keys, values)
+    library = compiled(q, k, v, *turn, keys, values)
+    if library is not None and in_c.has_whole_rows(keys, values):
+        return in_c.place_rows(library, (q, k, v), turn, rows, keys, values)
     keys[rows] = rotate(k, turn)
     values[rows] = v
     return rotate(q, turn)

@@ -11,10 +11,11 @@ from kvweave.kernels.native.stored import (
     FreshRows,
     StoredCodes,
     lay_chunks,
+    place_rows,
     shift_runs,
     sum_changes,
 )
-from kvweave.kernels.place import mean_changes
+from kvweave.kernels.place import mean_changes, place
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.shift import ChunkRuns
 from kvweave.kernels.shift import shift_runs as shift_any_runs
@@ -121,6 +122,35 @@ def test_chunks_move_as_the_definition_moves_them(
     assert (right[:, 2:30] != kv[:, 2:30]).any()
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 300])
+@pytest.mark.parametrize(("heads", "dim", "rotary"), SIZES)
+def test_fresh_rows_go_where_the_definition_puts_them(
+    library: CompiledLibrary,
+    by_torch: ByTorch,
+    num_rows: int,
+    heads: int,
+    dim: int,
+    rotary: int,
+) -> None:
+    g = torch.Generator().manual_seed(dim)
+    fused = torch.randn(num_rows, 5 * heads, dim, generator=g)
+    q, k, v = fused.split([3 * heads, heads, heads], dim=1)
+    at = torch.randperm(400, generator=g)[:num_rows].sort().values
+    turn = make_angles(at, torch.rand(rotary // 2, generator=g), 1.2, torch.float32)
+    kv = torch.randn(2, 400, heads, dim, generator=g)
+
+    def placed() -> Tensor:
+        held = kv.clone()
+        turned = place(q, k, v, turn, at, held[0], held[1])
+        return torch.cat([turned.flatten(), held.flatten()])
+
+    right, held = by_torch(placed), kv.clone()
+    turned = place_rows(library, (q, k, v), turn, at, held[0], held[1])
+    found = torch.cat([turned.flatten(), held.flatten()])
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    assert torch.equal(placed(), found)
+
+
 def test_what_does_not_fit_is_refused_before_memory_is_touched(library: CompiledLibrary) -> None:
     (chunk, *_), _ = make_chunks(2, 8)
     keys, values = torch.zeros(2, 10, 2, 8)
@@ -137,6 +167,11 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Compiled
     fresh, turn, kv, owners = make_changes(2, 8, 8)
     with pytest.raises(ValueError, match="not among 40 fresh"):
         sum_changes(library, fresh._replace(rows=fresh.rows + 40), turn, kv[0], kv[1], owners)
+    qkv, angles = (fresh.k[:12], fresh.k[:12], fresh.v[:12]), turn
+    with pytest.raises(ValueError, match="not among 90"):
+        place_rows(library, qkv, angles, fresh.at + 90, kv[0], kv[1])
+    with pytest.raises(ValueError, match="places of"):
+        place_rows(library, qkv, angles, fresh.at[:3], kv[0], kv[1])
     longer = owners._replace(bounds=owners.bounds + 9)
     with pytest.raises(ValueError, match="bounds"):
         sum_changes(library, fresh, turn, kv[0], kv[1], longer)

@@ -34,6 +34,18 @@ INLINE float sum_lanes(Vec v) {
 #endif
 }
 
+INLINE Vec larger(Vec a, Vec b) {
+#if defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    Vec most;
+    for (int n = 0; n < WIDTH; n++) most[n] = a[n] > b[n] ? a[n] : b[n];
+    return most;
+#endif
+}
+
 /* Sums in the lanes of two vectors: a plain sum has one order, and that one is slow. The order
  * depends on the length alone. */
 INLINE float dot_floats(const float *a, const float *b, int64_t count) {
@@ -50,9 +62,11 @@ INLINE float dot_floats(const float *a, const float *b, int64_t count) {
 
 /* e^x to about 2 units in the last place; x within ±87, beyond which it stays. nan is nan. */
 INLINE float exp_near(float x) {
+    const float shift = 12582912.0f; /* 1.5 · 2^23: what is added to it is rounded to a whole one */
     x = x > 87.0f ? 87.0f : x;
     x = x < -87.0f ? -87.0f : x;
-    float n = floorf(x * 1.44269504f + 0.5f); /* x = n ln 2 + rest */
+    float moved = x * 1.44269504f + shift;
+    float n = moved - shift; /* x = n ln 2 + rest */
     float rest = x - n * 0.693359375f;
     rest = rest - n * -2.12194440e-4f;
     float y = 1.9875691500e-4f;
@@ -62,10 +76,11 @@ INLINE float exp_near(float x) {
     y = y * rest + 1.6666665459e-1f;
     y = y * rest + 5.0000001201e-1f;
     y = y * rest * rest + rest + 1.0f;
-    int32_t whole_power = (n == n ? (int32_t)n : 0) + 127;
-    whole_power <<= 23;
+    uint32_t bits; /* the last ones of the moved number are n: they become an exponent */
+    memcpy(&bits, &moved, sizeof bits);
+    bits = (bits << 23) + 0x3f800000u;
     float power;
-    memcpy(&power, &whole_power, sizeof power);
+    memcpy(&power, &bits, sizeof power);
     return y * power;
 }
 

@@ -202,3 +202,32 @@ class ShiftingFields(ctypes.Structure):
         ("dim", _LONG),
         ("half", _LONG),
     )
+
+
+class PlacingFields(ctypes.Structure):
+    """`Placing` of stored.h."""
+
+    _fields_ = (
+        ("q", _POINTER),
+        ("k", _POINTER),
+        ("v", _POINTER),
+        ("q_row", _LONG),
+        ("q_head", _LONG),
+        ("k_row", _LONG),
+        ("k_head", _LONG),
+        ("v_row", _LONG),
+        ("v_head", _LONG),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("at", _POINTER),
+        ("turned", _POINTER),
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("key_row", _LONG),
+        ("value_row", _LONG),
+        ("rows", _LONG),
+        ("q_heads", _LONG),
+        ("kv_heads", _LONG),
+        ("dim", _LONG),
+        ("half", _LONG),
+    )

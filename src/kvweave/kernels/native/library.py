@@ -14,6 +14,7 @@ from kvweave.kernels.native.fields import (
     ChangesFields,
     LayingFields,
     PassFields,
+    PlacingFields,
     ShiftingFields,
 )
 
@@ -67,8 +68,9 @@ class CompiledLibrary:
             laying, changes = ctypes.POINTER(LayingFields), ctypes.POINTER(ChangesFields)
             self.lay_chunks = _typed(held.kvw_lay_chunks, [laying, _INT], None)
             self.sum_changes = _typed(held.kvw_sum_changes, [changes, _INT], None)
-            shifting = ctypes.POINTER(ShiftingFields)
+            shifting, placing = ctypes.POINTER(ShiftingFields), ctypes.POINTER(PlacingFields)
             self.shift_runs = _typed(held.kvw_shift_runs, [shifting, _INT], None)
+            self.place_rows = _typed(held.kvw_place_rows, [placing, _INT], None)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with

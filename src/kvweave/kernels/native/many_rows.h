@@ -66,6 +66,38 @@ static void hide(float *weights, const int32_t *left, int64_t count, float value
             weights[k * QUERIES + n] = k < left[n] ? weights[k * QUERIES + n] : value;
 }
 
+#define LANE_VECS (QUERIES / WIDTH)
+
+/* Scores [count][lanes] become weights. `top` and `total` go on; what was summed before counts for
+ * `fade` of what it did, if this returns 1, else for as much. `left`: keys that lanes see, if some
+ * do not see all. */
+static int weigh_scores(
+    float *weights, int64_t count, float *top, float *total, float *fade, const int32_t *left) {
+    Vec most[LANE_VECS], sum[LANE_VECS] = {{0}};
+    float now[QUERIES];
+    int moved = 0;
+    if (left) hide(weights, left, count, HIDDEN);
+    for (int v = 0; v < LANE_VECS; v++) most[v] = load_vec(top + v * WIDTH);
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANE_VECS; v++)
+            most[v] = larger(load_vec(weights + k * QUERIES + v * WIDTH), most[v]);
+    memcpy(now, most, sizeof now);
+    for (int n = 0; n < QUERIES; n++) moved |= now[n] != top[n];
+    for (int n = 0; n < QUERIES; n++) fade[n] = exp_near(top[n] - now[n]);
+    memcpy(top, now, sizeof now);
+    for (int64_t k = 0; k < count; k++)
+        for (int n = 0; n < QUERIES; n++)
+            weights[k * QUERIES + n] = exp_near(weights[k * QUERIES + n] - top[n]);
+    if (left) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANE_VECS; v++) sum[v] += load_vec(weights + k * QUERIES + v * WIDTH);
+    memcpy(now, sum, sizeof now);
+    for (int n = 0; n < QUERIES; n++) total[n] = total[n] * fade[n] + now[n];
+    return moved;
+}
+
 /* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
 static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
     float turned[MOST_DIM * QUERIES] __attribute__((aligned(64)));  /* queries [dim][lanes] */
@@ -95,30 +127,20 @@ static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
         for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
         Strip keys = strip_of(held, head_keys, held->key_row, start, count, dim, room);
         product(keys.at, keys.row, 1, turned, weights, count, dim, 0);
-        if (is_edge) hide(weights, left, count, HIDDEN);
-        for (int n = 0; n < QUERIES; n++) fade[n] = top[n];
-        for (int64_t k = 0; k < count; k++)
-            for (int n = 0; n < QUERIES; n++) {
-                float score = weights[k * QUERIES + n];
-                top[n] = score > top[n] ? score : top[n];
-            }
-        for (int n = 0; n < QUERIES; n++) fade[n] = exp_near(fade[n] - top[n]);
-        for (int64_t k = 0; k < count; k++)
-            for (int n = 0; n < QUERIES; n++)
-                weights[k * QUERIES + n] = exp_near(weights[k * QUERIES + n] - top[n]);
-        if (is_edge) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
-        for (int n = 0; n < QUERIES; n++) total[n] *= fade[n];
-        for (int64_t k = 0; k < count; k++)
-            for (int n = 0; n < QUERIES; n++) total[n] += weights[k * QUERIES + n];
-        for (int64_t i = 0; i < dim; i++)
-            for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
+        int moved = weigh_scores(weights, count, top, total, fade, is_edge ? left : NULL);
+        if (moved)
+            for (int64_t i = 0; i < dim; i++)
+                for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
         Strip values = strip_of(held, head_values, held->value_row, start, count, dim, room);
         product(values.at, 1, values.row, weights, sums, dim, count, 1);
     }
+    for (int n = 0; n < QUERIES; n++) total[n] = 1.0f / total[n];
+    for (int64_t i = 0; i < dim; i++)
+        for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= total[n];
     for (int64_t n = 0; n < lanes; n++) {
         int64_t row = (first + n) / t->group, head = h * t->group + (first + n) % t->group;
         float *out = t->out + (row * t->kv_heads * t->group + head) * dim;
-        for (int64_t i = 0; i < dim; i++) out[i] = sums[i * QUERIES + n] / total[n];
+        for (int64_t i = 0; i < dim; i++) out[i] = sums[i * QUERIES + n];
     }
 }
 

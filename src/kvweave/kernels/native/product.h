@@ -146,6 +146,9 @@ static void multiply_panel(
     for (; row < end; row += TILE_ROWS) {
         int64_t left = MIN(end - row, TILE_ROWS);
         const Code *at = codes + row * width;
+        for (int64_t r = 0; r < left; r++) /* results come where nothing is near yet */
+            for (int v = 0; v < TILE_VECS; v++)
+                __builtin_prefetch(to.y + (row + r) * to.stride + first + v * LANES, 1);
         if (left == 1)
             multiply_tile(p, first, at, 1, sums);
         else if (left == 2)

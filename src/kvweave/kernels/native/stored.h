@@ -179,3 +179,34 @@ void kvw_shift_runs(const Shifting *t, int threads) {
         }
     }
 }
+
+/* Fresh rows between projection and attention. Strides are in floats. */
+typedef struct {
+    const float *q, *k, *v; /* [rows][heads][dim], keys and queries not turned */
+    int64_t q_row, q_head, k_row, k_head, v_row, v_head;
+    const float *cos, *sin; /* [rows][half] */
+    const int64_t *at;      /* [rows]: where keys and values go */
+    float *turned;          /* [rows][q_heads][dim] */
+    float *keys, *values;   /* [..][kv_heads][dim] */
+    int64_t key_row, value_row;
+    int64_t rows, q_heads, kv_heads, dim, half;
+} Placing;
+
+/* Turn queries, and keys on their way to their places; values go there as they are. */
+void kvw_place_rows(const Placing *t, int threads) {
+    int64_t all = t->q_heads + 2 * t->kv_heads, dim = t->dim;
+    int is_large = threads > 1 && t->rows * all * dim > PARALLEL_VALUES;
+#pragma omp parallel for num_threads(threads) if (is_large)
+    for (int64_t r = 0; r < t->rows; r++) {
+        const float *cos = t->cos + r * t->half, *sin = t->sin + r * t->half;
+        const float *q = t->q + r * t->q_row, *k = t->k + r * t->k_row, *v = t->v + r * t->v_row;
+        float *turned = t->turned + r * t->q_heads * dim;
+        float *key = t->keys + t->at[r] * t->key_row, *value = t->values + t->at[r] * t->value_row;
+        for (int64_t h = 0; h < t->q_heads; h++)
+            turn_head(q + h * t->q_head, cos, sin, turned + h * dim, dim, t->half);
+        for (int64_t h = 0; h < t->kv_heads; h++) {
+            turn_head(k + h * t->k_head, cos, sin, key + h * dim, dim, t->half);
+            memcpy(value + h * dim, v + h * t->v_head, dim * sizeof(float));
+        }
+    }
+}

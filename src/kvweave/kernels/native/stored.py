@@ -1,7 +1,8 @@
-"""Stored chunks in C: decoded, turned and laid in one call, and moved in two.
+"""Stored chunks in C: decoded, turned and laid in one call, moved in two, and fresh rows put among
+them in one.
 
-The twins of the codec `int8` with rope.py, of place.mean_changes and of shift.shift_runs, for
-float32 on a CPU.
+The twins of the codec `int8` with rope.py, of place.mean_changes, shift.shift_runs and place.place,
+for float32 on a CPU.
 
 Shapes: N tokens of all chunks, R fresh rows, C of them chosen, M chunks, T rows of the request's
 KV, Hk KV heads, D head dim, r rotary dims.
@@ -17,6 +18,7 @@ from torch import Tensor
 from kvweave.kernels.native.fields import (
     ChangesFields,
     LayingFields,
+    PlacingFields,
     ShiftingFields,
     StoredFields,
 )
@@ -135,6 +137,39 @@ def shift_runs(
         *keys.shape[1:], cos.shape[-1],
     )  # fmt: skip
     library.shift_runs(given, torch.get_num_threads())
+
+
+def place_rows(
+    library: CompiledLibrary,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    turn: tuple[Tensor, Tensor],
+    at: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """As kvweave.kernels.place.place: queries turned, [R, Hq, D]."""
+    (q, k, v), (cos, sin) = qkv, turn
+    num, q_heads, dim = q.shape
+    _check(cos, sin, num, dim)
+    _check_kv(keys, values)
+    if k.shape != (num, *keys.shape[1:]) or v.shape != k.shape or dim != keys.shape[2]:
+        raise ValueError(f"{q.shape}, {k.shape}, {v.shape} do not go among {keys.shape}")
+    if at.shape != (num,) or at.dtype != torch.int64 or not at.is_contiguous():
+        raise ValueError(f"{num} rows do not go to places of {at.shape}")
+    turned = torch.empty(q.shape)
+    if not num:
+        return turned
+    first, last = (int(end) for end in at.aminmax())
+    if first < 0 or last >= len(keys):
+        raise ValueError(f"places {first} to {last} are not among {len(keys)}")
+    given = PlacingFields(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), v.stride(0), v.stride(1), cos.data_ptr(), sin.data_ptr(), at.data_ptr(),
+        turned.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0),
+        num, q_heads, *keys.shape[1:], cos.shape[-1],
+    )  # fmt: skip
+    library.place_rows(given, torch.get_num_threads())
+    return turned
 
 
 def _check(cos: Tensor, sin: Tensor, num: int, dim: int) -> None:
