@@ -57,7 +57,13 @@ def run_part(
         case "kills":
             from reliability.kills import run_kills
 
-            return run_kills(args.kills, seed=args.seed, tell=tell, on_result=on_rows)
+            return run_kills(
+                args.kills,
+                seed=args.seed,
+                served_share=args.served,
+                tell=tell,
+                on_result=on_rows,
+            )
         case "power":
             from reliability.power import run_power_cuts
 
@@ -81,6 +87,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
     parser.add_argument("--seed", type=int, default=0, help="which bytes, which moments")
     parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--served", type=float, default=0.4, help="share of servers in the kills")
     parser.add_argument("--cuts", type=int, default=300)
     parser.add_argument("--model", help="of the tenants' timing; a tiny random one if left out")
     parser.add_argument("--out", type=Path, help="add the run to this result file")

@@ -510,8 +510,10 @@ class DiskLane(Lane):
         size = path.stat().st_size
         start = self._layers.middle if rule.op == LOAD_MIDDLE else self._layers.first
         at = start + random.Random(rule.seed).randrange(self._layers.layer_bytes)
+        if at >= size:  # cut by an earlier fault, and not read since
+            return
         if rule.kind == TRUNCATED:
-            os.truncate(path, min(at, size - 1))
+            os.truncate(path, at)
         else:
             with path.open("r+b") as file:
                 file.seek(at)

@@ -62,6 +62,7 @@ def run_kills(
     rounds: int,
     *,
     seed: int = 0,
+    served_share: float = SERVED_SHARE,
     folder: Path | None = None,
     tell: Tell = lambda _: None,
     on_result: Callable[[dict[str, Any]], None] = lambda _: None,
@@ -76,7 +77,7 @@ def run_kills(
         tell(words)
         on_result(_result(seed, books, time.monotonic() - began_s))
 
-    num_served = round(rounds * SERVED_SHARE)
+    num_served = round(rounds * served_share)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as temporary:
         world = CrashWorld(Path(temporary) / "served")
         try:
