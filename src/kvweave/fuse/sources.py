@@ -14,8 +14,12 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.kernels.dispatch import compiled
-from kvweave.kernels.native.stored import StoredCodes, lay_chunks
+from kvweave.kernels.laid_codes import (
+    StoredCodes,
+    can_lay_codes,
+    lay_codes,
+    takes_codes,
+)
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
 from kvweave.kv.format.objects import EncodedLayer, decode_joined
@@ -104,23 +108,21 @@ class StoredChunks:
     @property
     def placer(self) -> "StoredChunks | None":
         decoder = self._decoder
-        fits = decoder.device.type == "cpu" and decoder.dtype == torch.float32
-        library = compiled() if fits else None
-        fits = library is not None and decoder.spec.head_dim <= library.most_dim
-        return self if fits else None
+        is_plain = decoder.device.type == "cpu" and decoder.dtype == torch.float32
+        return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         started_s = time.perf_counter()
         arrived = self._layers.wait_layer(layer)
         check_arrived(self._decoder, self._placed, arrived)
-        library = compiled(keys, values)
         groups = {_group_of_codes(encoded.codec) for encoded in arrived.values()}
-        if library is not None and len(groups) == 1 and (group := groups.pop()) is not None:
+        group = groups.pop() if len(groups) == 1 else None
+        if group is not None and takes_codes(keys, values):
             chunks = [
                 StoredCodes(arrived[span.key].data, span.num_tokens, span.start)
                 for span in self._placed
             ]
-            lay_chunks(library, chunks, group, self._turn, keys, values)
+            lay_codes(chunks, group, self._turn, keys, values)
         else:
             at = 0
             for span in self._placed:

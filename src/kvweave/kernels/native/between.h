@@ -17,6 +17,7 @@
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t IntVec __attribute__((vector_size(4 * WIDTH)));
 
 INLINE Vec load_vec(const float *from) {
     Vec v;

@@ -11,7 +11,7 @@
 #define PANEL_BYTES (192 << 10)     /* of panels that a thread takes at a time */
 #define CHUNK_ROWS 1536             /* rows whose codes are in memory at a time */
 #define FEW_ROWS 4                  /* rounded by the caller's thread: waiting would cost more */
-#define AHEAD 2048                  /* bytes of weights that are asked for ahead, with few rows */
+#define AHEAD 2048                  /* bytes of weights that are asked for ahead */
 
 typedef struct {
     const int8_t *packed;  /* see above */
@@ -91,19 +91,23 @@ typedef struct {
 } Target;
 
 /* Sums of one row and one panel as numbers, where they belong. */
-static void write_row(
+INLINE void write_row(
     const Product *p, int64_t first, const int32_t *sums, float row_scale, float *y, int add) {
     float done[PANEL];
-    for (int i = 0; i < PANEL; i++) done[i] = (float)sums[i] * p->scale[first + i] * row_scale;
-    if (p->bias)
-        for (int i = 0; i < PANEL; i++) done[i] += p->bias[first + i];
     int64_t count = MIN(PANEL, p->out_dim - first);
+    float *to = count < PANEL ? done : y + first;
+#pragma GCC unroll 8
+    for (int i = 0; i < PANEL; i += WIDTH) {
+        IntVec whole_sums;
+        memcpy(&whole_sums, sums + i, sizeof whole_sums);
+        Vec values = __builtin_convertvector(whole_sums, Vec);
+        values = values * load_vec(p->scale + first + i) * row_scale;
+        if (p->bias) values += load_vec(p->bias + first + i);
+        if (add && count == PANEL) values += load_vec(to + i);
+        memcpy(to + i, &values, sizeof values);
+    }
     if (count < PANEL)
         for (int64_t i = 0; i < count; i++) y[first + i] = add ? y[first + i] + done[i] : done[i];
-    else if (add)
-        for (int i = 0; i < PANEL; i++) y[first + i] += done[i];
-    else
-        for (int i = 0; i < PANEL; i++) y[first + i] = done[i];
 }
 
 /* Sums of `rows` rows (a constant where this is inlined) and one panel: all of them in registers
@@ -121,7 +125,7 @@ INLINE void multiply_tile(
         Weights held[TILE_VECS];
 #pragma GCC unroll 2
         for (int v = 0; v < TILE_VECS; v++) {
-            if (rows <= FEW_ROWS) __builtin_prefetch(w + v * LANES * GROUP + AHEAD);
+            __builtin_prefetch(w + v * LANES * GROUP + AHEAD);
             held[v] = weights_at(w + v * LANES * GROUP);
         }
 #pragma GCC unroll 16

@@ -2,8 +2,8 @@
  * them. Compiled on the machine that runs it (build.py), called through ctypes (library.py).
  *
  *     integers.h    sums of 8-bit products with the instructions of this CPU
- *     product.h     products with rounded weights
  *     between.h     norm, gate and rotation
+ *     product.h     products with rounded weights
  *     one_row.h     attention of a single row, and of many in many_rows.h
  *     layers.h      whole layers
  *     stored.h      stored chunks, laid where they belong and moved
@@ -32,8 +32,8 @@
 static int64_t whole(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
 #include "integers.h"
-#include "product.h"
 #include "between.h"
+#include "product.h"
 #include "one_row.h"
 #include "many_rows.h"
 #include "layers.h"
