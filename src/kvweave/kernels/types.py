@@ -87,3 +87,11 @@ class StoredRows(NamedTuple):
     nth: Tensor  # int64: its number in the chunk
     length: Tensor  # int64: tokens of the chunk
     row: Tensor  # int64: of the request's KV; no two alike
+
+
+class RowMoves(NamedTuple):
+    """Which rows of one memory go to which of another. On the device of both."""
+
+    source: Tensor  # [n] int64
+    target: Tensor  # [n] int64; no two alike
+    which: Tensor | None = None  # [n] int64: the turn of each row, where keys are turned

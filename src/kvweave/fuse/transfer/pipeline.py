@@ -34,9 +34,14 @@ AT_A_TIME = 2  # groups of layers
 
 @contextmanager
 def open_source(
-    decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
+    decoder: FusionDecoder,
+    placed: Sequence[ChunkSpan],
+    layers: LayerTransfer,
+    strategy: Strategy,
+    slots: Tensor | None = None,
 ) -> Iterator[ChunkSource]:
-    """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else."""
+    """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
+    A placer lays them to `slots` if there are any: see Placement."""
     if decoder.device.type != "cuda" or not placed:
         yield StoredChunks(decoder, placed, layers)
         return
@@ -53,6 +58,7 @@ def open_source(
             taking_order(needs, decoder.spec.num_layers),
             0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
             begins=at_once,
+            slots=slots,
         )
         begun_s = time.perf_counter()
         yield source
@@ -82,6 +88,7 @@ class PipelinedChunks:
         order: Sequence[int] | None = None,
         start_s: float = float("inf"),
         begins: bool = True,
+        slots: Tensor | None = None,
     ) -> None:
         """`order` is that in which layers will be asked for; others come when they are asked for.
 
@@ -94,6 +101,7 @@ class PipelinedChunks:
         self._num_layers = decoder.spec.num_layers
         self._queue = LayerQueue(range(self._num_layers) if order is None else order)
         self._start_s = start_s
+        self._slots = slots
         self._strides: dict[ChunkKey, int] | None = None  # once the first layer is there
         self._placement: Placement | None = None
         self._whole: Sequence[Tensor] | None = None  # all layers of each chunk, if all are there
@@ -114,7 +122,8 @@ class PipelinedChunks:
         self._look_ahead()
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer of all placed chunks into the request's KV [T, Hk, D], keys turned."""
+        """Write one layer of all placed chunks into the request's KV [T, Hk, D], keys turned; or
+        into the `slots` they were given."""
         slot, placement = self._take(layer)
         if layer == 0:
             self.pass_began_s = time.perf_counter()
@@ -246,7 +255,7 @@ class PipelinedChunks:
         if self._placement is None:  # while the first bytes travel
             assert arrived is not None, "it is the first layer"
             most = self._queue.most
-            self._placement = Placement(self._decoder, self._placed, arrived, most)
+            self._placement = Placement(self._decoder, self._placed, arrived, most, self._slots)
 
 
 def _place(slot: Slot, layer: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.relocate import RowMoves
+from kvweave.kernels.rope import Angles
+from kvweave.kernels.types import RowMoves
 
 ROWS = 16  # per program
 
@@ -45,11 +46,16 @@ def _relocate_rows(
 
 
 def relocate_rows(
-    keys: Tensor, values: Tensor, moves: RowMoves, out_keys: Tensor, out_values: Tensor
+    keys: Tensor,
+    values: Tensor,
+    moves: RowMoves,
+    turn: Angles | None,
+    out_keys: Tensor,
+    out_values: Tensor,
 ) -> None:
     """As kernels/relocate.relocate."""
     _, heads, head_dim = keys.shape
-    source, target, turn, which = moves
+    source, target, which = moves
     half = head_dim // 2 if turn is None else turn.cos.shape[-1]
     cos, sin = (source, source) if turn is None else (turn.cos, turn.sin)
     grid = (triton.cdiv(len(source), ROWS), heads)
