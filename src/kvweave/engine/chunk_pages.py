@@ -139,9 +139,7 @@ class ChunkPages:
             self.num_pages += len(pages)
             self._take(chunk, lease, each.id)
 
-    def filled(
-        self, lease: ChunkLease, cost_s: float, is_gone: Callable[[ChunkId], bool]
-    ) -> None:
+    def filled(self, lease: ChunkLease, cost_s: float, is_gone: Callable[[ChunkId], bool]) -> None:
         """A pass filled what was empty of a lease; bringing it took `cost_s`. Chunks that were
         deleted since their request found them are the request's alone."""
         empty = [chunk for chunk in lease.chunks.values() if not chunk.is_filled]
@@ -227,8 +225,6 @@ class ChunkPages:
         gone = [c for c in self._found.values() if c.name[0] == tenant and is_one(c)]
         for chunk in gone:
             self._hide(chunk)
-        for name in [name for name in self._usage if name[0] == tenant]:
-            del self._usage[name]  # what is deleted leaves no trace of how it was used
         self._counts["forgotten"] += len(gone)
         return len(gone)
 

@@ -179,8 +179,8 @@ class StoredPrompt:
     ) -> Iterator[Stitched]:
         num_scored = len(self._strategy.needs(self._num_layers).key_layers)
         kv = LayerScratch(memory, len(request.prompt_ids), min(num_scored, LAYERS_AT_ONCE))
-        opened = open_shared(decoder, request, room, frame.exact, self._transfer, self._strategy)
-        with opened as source:
+        front, strategy = frame.exact.layers, self._strategy
+        with open_shared(decoder, request, room, front, self._transfer, strategy) as source:
             yield Stitched(decoder, request, frame.exact, source, kv)
 
     def _weave(

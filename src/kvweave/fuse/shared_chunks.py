@@ -12,7 +12,7 @@ For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV head
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder, ModelShape, PoolLayers
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.sources import ChunkSource
@@ -133,11 +132,12 @@ class SharedChunks:
         decoder: FusionDecoder,
         request: FuseRequest,
         room: PromptRoom,
-        front: Prefix,
+        front: Sequence[LayerKV],
         source: ChunkSource | None,
         filling: "Filling | None",
     ) -> None:
-        """`source` brings what is to be filled, if anything is."""
+        """`front` is the exact KV in front of the chunks, by layer, for a room that lacks it.
+        `source` brings what is to be filled, if anything is."""
         self._decoder = decoder
         self._request = request
         self._room = room
@@ -224,11 +224,11 @@ class SharedChunks:
             values[slots] = stored.v.to(values.dtype)
         self._filled.add(layer)
 
-    def _write_front(self, front: Prefix, slots: Slots) -> None:
+    def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
         at = on_device(torch.from_numpy(slots), self._decoder.device)
-        for layer, made in enumerate(front.layers):
+        for layer, made in enumerate(front):
             keys, values = self._pool.slots(layer)
-            keys[at], values[at] = made.k, made.v
+            keys[at], values[at] = made.k.to(keys.dtype), made.v.to(values.dtype)
 
     def _plan(self, front_slots: Slots) -> tuple[RowMoves, Angles]:
         """From which slot to which position each token goes, and by how much it is turned."""

@@ -54,9 +54,7 @@ class DenseBatchKV:
 
     def __init__(self, batch: Sequence[Rows]) -> None:
         self._batch = batch
-        self._kvs = [
-            rows.kv for rows in batch if not isinstance(rows.kv, PagedKV | SegmentedKV)
-        ]
+        self._kvs = [rows.kv for rows in batch if not isinstance(rows.kv, PagedKV | SegmentedKV)]
         assert len(self._kvs) == len(batch), "a batch has KV of one kind"
         self._scattered: dict[int, Tensor] = {}  # places of rows that are no run, for every layer
 
@@ -145,9 +143,7 @@ class SegmentedBatchKV:
         if plan is None:
             plan = self._plans[counts is None] = self._plan(counts)
         if not plan.plain:  # the usual case: nothing is picked out
-            return attend_segments(
-                q, positions, plan.ranks, plan.shared, keys, values, self._turn
-            )
+            return attend_segments(q, positions, plan.ranks, plan.shared, keys, values, self._turn)
         out = torch.empty_like(q)
         at, there = plan.plain_rows
         out[there] = attend_paged(q[there], positions[at], plan.plain, keys, values)

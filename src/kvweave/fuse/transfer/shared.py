@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import Filling, PromptRoom, SharedChunks
@@ -14,6 +13,7 @@ from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kernels.host import on_device
+from kvweave.kv.format.codec import LayerKV
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def open_shared(
     decoder: FusionDecoder,
     request: FuseRequest,
     room: PromptRoom,
-    front: Prefix,
+    front: Sequence[LayerKV],
     layers: LayerTransfer,
     strategy: Strategy,
 ) -> Iterator[SharedChunks]:
@@ -41,5 +41,3 @@ def _filling(decoder: FusionDecoder, room: PromptRoom, spans: Sequence[ChunkSpan
     both = torch.from_numpy(np.stack([slots, nth]))
     at, places = on_device(both, decoder.device).unbind()
     return Filling(list(spans), at, decoder.angles(places))
-
-
