@@ -41,7 +41,9 @@ class SharedChunk(NamedTuple):
     pages: Sequence[int]  # in the order of its tokens
     num_tokens: int
     start: int  # position of its first token in this prompt
-    replaced: Tensor | None = None  # [num_tokens] bool on the host: rows the sequence has of its own
+    replaced: Tensor | None = (
+        None  # [num_tokens] bool on the host: rows the sequence has of its own
+    )
 
 
 class SegmentedRows(NamedTuple):
