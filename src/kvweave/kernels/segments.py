@@ -139,7 +139,8 @@ class _Seen:
         num, heads, head_dim = q.shape
         group = heads // self._kv_heads
         lined = q.view(num, self._kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        return lined.reshape(self._kv_heads, group * num, head_dim) * head_dim**-0.5
+        scale: float = head_dim**-0.5
+        return lined.reshape(self._kv_heads, group * num, head_dim) * scale
 
     def _look(self, lined: Tensor, slots: slice, hidden: Tensor | None) -> None:
         scores = torch.matmul(lined, self._keys[slots].permute(1, 2, 0))

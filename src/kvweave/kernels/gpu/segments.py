@@ -121,7 +121,8 @@ def attend_by_row(
         slot, num = tl.load(block), tl.load(block + 1)
         pair, mask = tl.load(block + 2), tl.load(block + 3)
         there = j < num
-        word = tl.load(words_ptr + mask + j // 32, there & (mask >= 0), other=0)
+        bits_at = tl.where(there, mask, -1)
+        word = tl.load(words_ptr + bits_at + j // 32, bits_at >= 0, other=0)
         there = there & (((word >> (j % 32)) & 1) == 0)
         page = tl.load(pages_ptr + (slot + j) // PAGE, there, other=0).to(tl.int64)
         k_at = page * k_page + ((slot + j) % PAGE) * k_row
