@@ -20,9 +20,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvweave.kernels.attention import kernels_fit
 from kvweave.kernels.paged_attention import page_pieces
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
+
+# Rows from which on a GPU takes the definition: its kernels are for decode and for a few rows of
+# prefill, each of which reads by itself what it does not share.
+KERNEL_ROWS = 512
 
 Turn = Callable[[Tensor], Angles]  # of positions [R]: a rotation alone, without YaRN's factor
 
@@ -40,8 +45,13 @@ def attend_segments(
 
     `positions` and `ranks` [R] lie in host memory and ascend within a sequence; `ranks` are the own
     slots of the rows. `key_pages` and `value_pages` are [P, page, Hk, D], one layer of the pool.
-    `turn` is `Decoder.turn`: queries and keys have YaRN's factor already.
+    `turn` is `Decoder.turn`: queries and keys have YaRN's factor already. `rows` and `ranks` of the
+    next layer are the same objects, if they say the same: tables are found again by that.
     """
+    if len(q) and len(q) <= KERNEL_ROWS and kernels_fit(q, (key_pages, value_pages)):
+        from kvweave.kernels.gpu import segments as on_gpu
+
+        return on_gpu.attend_segments(q, positions, ranks, rows, key_pages, value_pages, turn)
     return attend_segments_reference(q, positions, ranks, rows, key_pages, value_pages, turn)
 
 
@@ -113,7 +123,8 @@ class _Seen:
         scores = torch.cat(self._scores, dim=-1)
         wide = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
         weights = scores.softmax(-1, dtype=wide).to(self._q.dtype)
-        out, first = None, 0
+        out: Tensor | None = None
+        first = 0
         for slots, part in zip(self._slots, self._scores, strict=True):
             weight = weights[..., first : first + part.shape[-1]]
             seen = torch.matmul(weight, self._values[slots].transpose(0, 1))
@@ -128,7 +139,8 @@ class _Seen:
         num, heads, head_dim = q.shape
         group = heads // self._kv_heads
         lined = q.view(num, self._kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        return lined.reshape(self._kv_heads, group * num, head_dim) * head_dim**-0.5
+        scale: float = head_dim**-0.5
+        return lined.reshape(self._kv_heads, group * num, head_dim) * scale
 
     def _look(self, lined: Tensor, slots: slice, hidden: Tensor | None) -> None:
         scores = torch.matmul(lined, self._keys[slots].permute(1, 2, 0))

@@ -1,0 +1,223 @@
+"""How rows and the chunks they share are cut into work. Plain numbers, made on the host.
+
+A *pair* is a row and something it looks at: its own pages, or a chunk. Each pair has its own turned
+query. Chunks that at least two rows hold are answered *by chunk*: a tile has the queries of several
+rows and reads the chunk's pages once for all of them. What one row alone looks at is answered *by
+row*: its own pages and its chunks lie behind each other as one list of blocks, cut into even
+pieces. Every piece and every row of a tile leaves its answer in a *cell*; those of one row lie side
+by side in both halves, and are merged.
+
+    cells   | pieces of row 0 | of row 1 | ... || chunks of row 0 | of row 1 | ...
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.kernels.types import SharedChunk
+
+Numbers = NDArray[np.int32]
+
+NO_MASK = -1
+FEWEST_BLOCKS = (
+    2  # of a tile that is cut: below, leaving and merging cells costs more than it saves
+)
+
+
+class ChunkTiling(NamedTuple):
+    """What the kernels do at a time."""
+
+    page: int  # tokens of a page
+    row_keys: int  # keys of a block, by row
+    chunk_keys: int  # keys of a block, by chunk: a multiple of 32
+    tile_rows: int  # rows of a tile
+    kv_heads: int  # programs per tile
+    at_once: int  # programs by chunk that run at the same time
+
+
+class Room(NamedTuple):
+    """What tables have room for."""
+
+    pairs: int
+    chunk_pages: int
+    words: int  # of masks
+    blocks: int
+    own_pages: int
+
+    def most_cuts(self, tiling: ChunkTiling) -> int:
+        """Pieces of tiles, at most: a tile has two rows or more, and there are about as many cuts
+        as programs run at the same time."""
+        return self.pairs + -(-tiling.at_once // tiling.kv_heads)
+
+    def most_cells(self, tiling: ChunkTiling) -> int:
+        """Cells of chunks, at most; by row there are as many as pieces."""
+        return self.pairs + tiling.tile_rows * -(-tiling.at_once // tiling.kv_heads)
+
+
+class ChunkArrays:
+    """The chunks of one sequence as arrays, made once."""
+
+    def __init__(self, chunks: Sequence[SharedChunk]) -> None:
+        self.chunks = chunks  # kept: tables are found again by which object this is
+        self.names = [(tuple(chunk.pages), chunk.num_tokens) for chunk in chunks]
+        self.starts = [chunk.start for chunk in chunks]
+        self.masks = [_words(chunk) for chunk in chunks]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def _words(chunk: SharedChunk) -> Numbers | None:
+    """Replaced rows as bits, 32 to a number; None: there are none."""
+    if chunk.replaced is None:
+        return None
+    gone = chunk.replaced.numpy()
+    assert len(gone) == chunk.num_tokens, f"{len(gone)} mask bits for {chunk.num_tokens} rows"
+    if not gone.any():
+        return None
+    packed = np.zeros(-(-len(gone) // 32) * 4, dtype=np.uint8)
+    packed[: -(-len(gone) // 8)] = np.packbits(gone, bitorder="little")
+    return packed.view("<i4").astype(np.int32, copy=False)
+
+
+class Sharing:
+    """Who looks at which chunk, of a batch whose sequences stay the same: made when one comes or
+    goes. Pair r is row r and its own pages."""
+
+    def __init__(self, rows: Sequence[ChunkArrays | None], tiling: ChunkTiling) -> None:
+        num = len(rows)
+        self.tiling = tiling
+        holders: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
+        for row, arrays in enumerate(rows):
+            for nth, name in enumerate(arrays.names if arrays else ()):
+                holders.setdefault(name, []).append((row, nth))
+        pairs = [(row, 0, NO_MASK) for row in range(num)]
+        words: list[Numbers] = []
+        pages: list[int] = []
+        num_words = 0
+        alone: list[tuple[int, int, int, int]] = []  # row, pair, first slot, keys
+        tiles: list[tuple[int, int, int, int, int]] = []  # first slot, keys, pair, rows, masked
+        for (own, num_keys), held in holders.items():
+            if not num_keys:
+                continue
+            first = len(pages) * tiling.page
+            pages += own
+            for at in range(0, len(held), tiling.tile_rows):
+                members = held[at : at + tiling.tile_rows]
+                pair0, masked = len(pairs), 0
+                for row, nth in members:
+                    arrays = rows[row]
+                    assert arrays is not None, "rows without chunks hold none"
+                    mask = arrays.masks[nth]
+                    pairs.append((row, arrays.starts[nth], NO_MASK if mask is None else num_words))
+                    if mask is not None:
+                        words.append(mask)
+                        num_words += len(mask)
+                        masked = 1
+                if len(held) == 1:
+                    alone.append((held[0][0], pair0, first, num_keys))
+                else:
+                    tiles.append((first, num_keys, pair0, len(members), masked))
+        self.num_rows = num
+        self.pairs = np.array(pairs, dtype=np.int32).reshape(-1, 3)  # row, start, mask
+        self.pages = np.array(pages, dtype=np.int32)
+        self.words = np.concatenate(words) if words else np.zeros(0, dtype=np.int32)
+        self._alone = np.array(sorted(alone), dtype=np.int64).reshape(-1, 4)
+        self._tiles = np.array(tiles, dtype=np.int64).reshape(-1, 5)
+        self._spread()
+        self._line_up()
+
+    def _spread(self) -> None:
+        """Tiles cut along their keys where there are few of them, and cells for their rows."""
+        tiling = self.tiling
+        first, keys, pair0, members, masked = self._tiles.T
+        blocks = -(-keys // tiling.chunk_keys)
+        fair = math.ceil(blocks.sum() * tiling.kv_heads / tiling.at_once) if len(blocks) else 1
+        most = max(FEWEST_BLOCKS, fair)
+        cuts = np.maximum(1, -(-blocks // most))
+        # cells of a row lie side by side: one for each cut of each of its chunks
+        is_held = np.zeros(len(self.pairs), dtype=np.int64)
+        tile = np.repeat(np.arange(len(cuts)), members)
+        nth = np.arange(len(tile)) - np.repeat(np.cumsum(members) - members, members)
+        is_held[pair0[tile] + nth] = cuts[tile]
+        order = np.argsort(self.pairs[:, 0], kind="stable")
+        taken = np.cumsum(is_held[order]) - is_held[order]
+        self.pair_cells = np.zeros(len(self.pairs), dtype=np.int32)
+        self.pair_cells[order] = taken
+        counts = np.bincount(self.pairs[:, 0], is_held, self.num_rows).astype(np.int32)
+        self.row_cells = np.stack([np.cumsum(counts) - counts, counts], 1).astype(np.int32)
+        self.num_cells = int(counts.sum())
+        # pieces of a tile, all pieces of a chunk's tiles near each other
+        piece = np.repeat(np.arange(len(cuts)), cuts)
+        cut = np.arange(len(piece)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        b0 = blocks[piece] * cut // cuts[piece]
+        b1 = blocks[piece] * (cut + 1) // cuts[piece]
+        key0 = b0 * tiling.chunk_keys
+        num = np.minimum(b1 * tiling.chunk_keys, keys[piece]) - key0
+        columns = [
+            *(first[piece] + key0, num, key0 // 32, pair0[piece], members[piece]),
+            *(cut, masked[piece], np.zeros_like(cut)),
+        ]
+        self.tiles = np.stack(columns, 1).astype(np.int32)
+
+    def _line_up(self) -> None:
+        """What each row looks at by itself, its own pages first."""
+        rows = np.concatenate([np.arange(self.num_rows), self._alone[:, 0]])
+        order = np.argsort(rows, kind="stable")
+        own = np.zeros(self.num_rows, dtype=np.int64)
+        pair = np.concatenate([np.arange(self.num_rows), self._alone[:, 1]])[order]
+        self._span_row, self._span_pair = rows[order], pair
+        self._span_slot = np.concatenate([own, self._alone[:, 2]])[order]
+        self._span_keys = np.concatenate([own, self._alone[:, 3]])[order]
+        self._span_mask = self.pairs[pair, 2].astype(np.int64)
+        self._own_at = np.flatnonzero(pair < self.num_rows)
+
+    def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
+        """Blocks of a step in which row r sees the first own_keys[r] own keys."""
+        self._span_keys[self._own_at] = own_keys
+        return int((-(-self._span_keys // self.tiling.row_keys)).sum())
+
+    def by_row(
+        self, own_keys: NDArray[np.int64], own_slots: NDArray[np.int64], num_pieces: int
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Tables [blocks, 4], [num_pieces, 4] and [rows, 2] of a step in which row r sees the first
+        own_keys[r] own keys, whose pages begin at slot own_slots[r] of the pages' table.
+
+        A block: first slot, keys, pair, first mask word. A piece: first block, end, cell. A row:
+        first piece, pieces; there is at least one, and pieces left over look at nothing.
+        """
+        size, keys, slots = self.tiling.row_keys, self._span_keys, self._span_slot
+        keys[self._own_at], slots[self._own_at] = own_keys, own_slots
+        blocks = -(-keys // size)
+        span = np.repeat(np.arange(len(blocks)), blocks)
+        nth = np.arange(len(span)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        table = np.empty((len(span), 4), dtype=np.int32)
+        key0, mask = nth * size, self._span_mask[span]
+        table[:, 0] = slots[span] + key0
+        table[:, 1] = np.minimum(keys[span] - key0, size)
+        table[:, 2] = self._span_pair[span]
+        table[:, 3] = np.where(mask == NO_MASK, NO_MASK, mask + key0 // 32)
+        of_row = np.bincount(self._span_row, blocks, self.num_rows).astype(np.int64)
+        assert num_pieces > self.num_rows, f"{self.num_rows} rows need more pieces"
+        most = max(1, math.ceil(len(table) / (num_pieces - self.num_rows)))
+        count = np.maximum(1, -(-of_row // most))
+        first = np.cumsum(count) - count
+        row = np.repeat(np.arange(self.num_rows), count)
+        part = np.arange(len(row)) - first[row]
+        before = np.cumsum(of_row) - of_row
+        pieces = np.zeros((num_pieces, 4), dtype=np.int32)
+        pieces[:, 2] = np.arange(num_pieces)
+        pieces[: len(row), 0] = before[row] + of_row[row] * part // count[row]
+        pieces[: len(row), 1] = before[row] + of_row[row] * (part + 1) // count[row]
+        return table, pieces, np.stack([first, count], 1).astype(np.int32)
+
+    def fits(self, room: Room) -> bool:
+        """Whether tables with that room hold this, whatever the rows' own keys."""
+        return (
+            len(self.pairs) <= room.pairs
+            and len(self.pages) <= room.chunk_pages
+            and len(self.words) <= room.words
+        )
