@@ -137,7 +137,9 @@ def test_chunks_of_several_codecs_come_out_of_a_group_as_they_were_stored(
     world: World, codecs: list[str], ring_bytes: int
 ) -> None:
     layers, placed = stored(world, codecs), world.request.placed
-    source = PipelinedChunks(world.decoder, placed, layers, Watched(ring_bytes), LookAhead(start_s=0.0))
+    source = PipelinedChunks(
+        world.decoder, placed, layers, Watched(ring_bytes), LookAhead(start_s=0.0)
+    )
     backwards = range(LAYERS - 1, -1, -1)
     for layer in (*range(LAYERS), *backwards):
         got, arrived = source.layer(layer), layers.wait_layer(layer)
