@@ -3,7 +3,7 @@
 A *pair* is a row and something it looks at: its own pages, or a chunk. Each pair has its own turned
 query. Chunks that at least two rows hold are answered *by chunk*: a tile has the queries of several
 rows and reads the chunk's pages once for all of them. What one row alone looks at is answered *by
-row*: its own pages and its chunks lie behind each other as one list of blocks, cut into even
+row*: its own pages and its chunks are one list of blocks, without replaced rows, cut into even
 pieces. Every piece and every row of a tile leaves its answer in a *cell*; those of one row lie side
 by side in both halves, and are merged.
 
@@ -22,6 +22,7 @@ from kvweave.kernels.types import SharedChunk
 Numbers = NDArray[np.int32]
 
 NO_MASK = -1
+WINDOW = 256  # rows of a chunk among which those of a block lie
 FEWEST_BLOCKS = (
     2  # of a tile that is cut: below, leaving and merging cells costs more than it saves
 )
@@ -65,9 +66,35 @@ class ChunkArrays:
         self.names = [(tuple(chunk.pages), chunk.num_tokens) for chunk in chunks]
         self.starts = [chunk.start for chunk in chunks]
         self.masks = [_words(chunk) for chunk in chunks]
+        self._cuts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
-    def __len__(self) -> int:
-        return len(self.names)
+    def blocks(self, nth: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of a chunk that are not replaced, in blocks of at most `size`: where each block
+        begins, and how many such rows it has. It ends within WINDOW rows of its first."""
+        known = self._cuts.get(nth)
+        if known is None:
+            chunk = self.chunks[nth]
+            if self.masks[nth] is None:
+                firsts = np.arange(0, chunk.num_tokens, size)
+                known = firsts, np.minimum(chunk.num_tokens - firsts, size)
+            else:
+                assert chunk.replaced is not None
+                known = _cut(np.flatnonzero(~chunk.replaced.numpy()), size)
+            self._cuts[nth] = known
+        return known
+
+
+def _cut(live: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    at = np.arange(0, len(live), size)
+    num = np.minimum(len(live) - at, size)
+    if len(at) and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
+        cuts, i = [], 0
+        while i < len(live):
+            cuts.append(i)
+            i = min(i + size, int(np.searchsorted(live, live[i] + WINDOW)))
+        at = np.array(cuts)
+        num = np.diff(at, append=len(live))
+    return live[at], num
 
 
 def _words(chunk: SharedChunk) -> Numbers | None:
@@ -98,7 +125,7 @@ class Sharing:
         words: list[Numbers] = []
         pages: list[int] = []
         num_words = 0
-        alone: list[tuple[int, int, int, int]] = []  # row, pair, first slot, keys
+        alone: list[NDArray[np.int64]] = []  # blocks: row, first slot, keys, pair, first mask bit
         tiles: list[tuple[int, int, int, int, int]] = []  # first slot, keys, pair, rows, masked
         for (own, num_keys), held in holders.items():
             if not num_keys:
@@ -118,17 +145,36 @@ class Sharing:
                         num_words += len(mask)
                         masked = 1
                 if len(held) == 1:
-                    alone.append((held[0][0], pair0, first, num_keys))
+                    alone.append(self._blocks_alone(rows, held[0], pair0, pairs[pair0][2], first))
                 else:
                     tiles.append((first, num_keys, pair0, len(members), masked))
         self.num_rows = num
         self.pairs = np.array(pairs, dtype=np.int32).reshape(-1, 3)  # row, start, mask
         self.pages = np.array(pages, dtype=np.int32)
         self.words = np.concatenate(words) if words else np.zeros(0, dtype=np.int32)
-        self._alone = np.array(sorted(alone), dtype=np.int64).reshape(-1, 4)
+        every = np.concatenate(alone) if alone else np.zeros((0, 5), dtype=np.int64)
+        self._alone = every[np.argsort(every[:, 0], kind="stable")]
+        self._alone_of = np.bincount(self._alone[:, 0], minlength=num)
         self._tiles = np.array(tiles, dtype=np.int64).reshape(-1, 5)
         self._spread()
-        self._line_up()
+
+    def _blocks_alone(
+        self,
+        rows: Sequence[ChunkArrays | None],
+        holder: tuple[int, int],
+        pair: int,
+        mask: int,
+        slot: int,
+    ) -> NDArray[np.int64]:
+        """The blocks of a chunk that one row alone holds."""
+        row, nth = holder
+        arrays = rows[row]
+        assert arrays is not None, "rows without chunks hold none"
+        first, num = arrays.blocks(nth, self.tiling.row_keys)
+        bit = np.full(len(first), NO_MASK) if mask == NO_MASK else mask * 32 + first
+        return np.stack(
+            [np.full(len(first), row), slot + first, num, np.full(len(first), pair), bit], 1
+        )
 
     def _spread(self) -> None:
         """Tiles cut along their keys where there are few of them, and cells for their rows."""
@@ -163,22 +209,9 @@ class Sharing:
         ]
         self.tiles = np.stack(columns, 1).astype(np.int32)
 
-    def _line_up(self) -> None:
-        """What each row looks at by itself, its own pages first."""
-        rows = np.concatenate([np.arange(self.num_rows), self._alone[:, 0]])
-        order = np.argsort(rows, kind="stable")
-        own = np.zeros(self.num_rows, dtype=np.int64)
-        pair = np.concatenate([np.arange(self.num_rows), self._alone[:, 1]])[order]
-        self._span_row, self._span_pair = rows[order], pair
-        self._span_slot = np.concatenate([own, self._alone[:, 2]])[order]
-        self._span_keys = np.concatenate([own, self._alone[:, 3]])[order]
-        self._span_mask = self.pairs[pair, 2].astype(np.int64)
-        self._own_at = np.flatnonzero(pair < self.num_rows)
-
     def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
         """Blocks of a step in which row r sees the first own_keys[r] own keys."""
-        self._span_keys[self._own_at] = own_keys
-        return int((-(-self._span_keys // self.tiling.row_keys)).sum())
+        return int((-(-own_keys // self.tiling.row_keys)).sum()) + len(self._alone)
 
     def by_row(
         self, own_keys: NDArray[np.int64], own_slots: NDArray[np.int64], num_pieces: int
@@ -186,28 +219,29 @@ class Sharing:
         """Tables [blocks, 4], [num_pieces, 4] and [rows, 2] of a step in which row r sees the first
         own_keys[r] own keys, whose pages begin at slot own_slots[r] of the pages' table.
 
-        A block: first slot, keys, pair, first mask word. A piece: first block, end, cell. A row:
+        A block: first slot, keys, pair, first mask bit. A piece: first block, end, cell. A row:
         first piece, pieces; there is at least one, and pieces left over look at nothing.
         """
-        size, keys, slots = self.tiling.row_keys, self._span_keys, self._span_slot
-        keys[self._own_at], slots[self._own_at] = own_keys, own_slots
-        blocks = -(-keys // size)
-        span = np.repeat(np.arange(len(blocks)), blocks)
-        nth = np.arange(len(span)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
-        table = np.empty((len(span), 4), dtype=np.int32)
-        key0, mask = nth * size, self._span_mask[span]
-        table[:, 0] = slots[span] + key0
-        table[:, 1] = np.minimum(keys[span] - key0, size)
-        table[:, 2] = self._span_pair[span]
-        table[:, 3] = np.where(mask == NO_MASK, NO_MASK, mask + key0 // 32)
-        of_row = np.bincount(self._span_row, blocks, self.num_rows).astype(np.int64)
-        assert num_pieces > self.num_rows, f"{self.num_rows} rows need more pieces"
-        most = max(1, math.ceil(len(table) / (num_pieces - self.num_rows)))
+        size, num_rows = self.tiling.row_keys, self.num_rows
+        own = -(-own_keys // size)
+        of_row = own + self._alone_of
+        before = np.cumsum(of_row) - of_row
+        table = np.empty((int(of_row.sum()), 4), dtype=np.int32)
+        row = np.repeat(np.arange(num_rows), own)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(own) - own, own)
+        blocks = (own_slots[row] + nth * size, np.minimum(own_keys[row] - nth * size, size), row)
+        at = before[row] + nth
+        table[at, 0], table[at, 1], table[at, 2] = blocks
+        table[at, 3] = NO_MASK
+        row = self._alone[:, 0]
+        first = np.cumsum(self._alone_of) - self._alone_of
+        table[(before + own - first)[row] + np.arange(len(row))] = self._alone[:, 1:]
+        assert num_pieces > num_rows, f"{num_rows} rows need more pieces than {num_pieces}"
+        most = max(1, math.ceil(len(table) / (num_pieces - num_rows)))
         count = np.maximum(1, -(-of_row // most))
         first = np.cumsum(count) - count
-        row = np.repeat(np.arange(self.num_rows), count)
+        row = np.repeat(np.arange(num_rows), count)
         part = np.arange(len(row)) - first[row]
-        before = np.cumsum(of_row) - of_row
         pieces = np.zeros((num_pieces, 4), dtype=np.int32)
         pieces[:, 2] = np.arange(num_pieces)
         pieces[: len(row), 0] = before[row] + of_row[row] * part // count[row]

@@ -1,12 +1,15 @@
 """Attention over own pages and shared chunks: each chunk is read once for all rows that hold it.
 
-Four launches answer for a layer, over tables of a fixed place that a CUDA graph can replay
+Three launches answer for a layer, over tables of a fixed place that a CUDA graph can replay
 (`segment_plan.py` says what is in them):
 
     turn    every row's query, turned to what the row looks at: own pages, or one of its chunks
-    by row  what one row alone looks at, in even pieces
-    by chunk  what several rows look at: a tile of their queries over the pages of one chunk
+    attend  by row: what one row alone looks at, in even pieces; and
+            by chunk: what several rows look at, a tile of their queries over the pages of one chunk
     merge   the answers of each row, by their shares of the softmax
+
+One launch attends both ways: reading is bound by memory, tiles by products, and the two overlap. A
+step begins with one more (`begin_step`), which writes down where each key of each block lies.
 
 Tables are written by `SegmentTables.update`: who holds which chunk when a sequence comes or goes,
 everything else at every step.
@@ -27,7 +30,7 @@ from torch import Tensor
 
 from kvweave.kernels.gpu.attention import Launch, choose, cores
 from kvweave.kernels.gpu.row_plan import stream_of
-from kvweave.kernels.gpu.segment_plan import ChunkArrays, ChunkTiling, Room, Sharing
+from kvweave.kernels.gpu.segment_plan import WINDOW, ChunkArrays, ChunkTiling, Room, Sharing
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.segments import Turn
@@ -35,8 +38,9 @@ from kvweave.kernels.types import SegmentedRows, SharedChunk
 
 HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
-PART_S = 8  # cells that are merged at a time
-SLACK = 8  # mask words that a tile may read behind the last ones
+PART_S = 16  # cells that are merged at a time
+TURNERS, TURN_HEADS = 8, 8  # programs per multiprocessor that turn queries; heads of one
+SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
 class Shape(NamedTuple):
@@ -96,15 +100,38 @@ def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def attend_by_row(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, pages_ptr, words_ptr, scale,
-    k_page, k_row, k_head, v_page, v_row, v_head,
-    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+def place_keys(
+    slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """A piece and a KV head. Replaced rows are not even read."""
-    head = tl.program_id(0) % HK
-    piece = pieces_ptr + tl.program_id(0) // HK * 4
+    """Where the keys of every block by row lie in the pool [blocks, BLOCK_N]; -1: there is none."""
+    j = tl.arange(0, WINDOW)
+    for b in range(tl.program_id(0), tl.load(step_ptr), tl.num_programs(0)):
+        block = blocks_ptr + b * 4
+        slot, num, bit = tl.load(block) + j, tl.load(block + 1), tl.load(block + 3)
+        live = j < num
+        nth = j
+        if bit >= 0:  # replaced rows are left out
+            word = tl.load(words_ptr + (bit + j) // 32)
+            kept = (((word >> ((bit + j) % 32)) & 1) == 0).to(tl.int32)
+            nth = tl.cumsum(kept, 0) - 1
+            live = (kept > 0) & (nth < num)
+        page = tl.load(pages_ptr + slot // PAGE, live, other=0)
+        to = slots_ptr + tl.cast(b, tl.int64) * BLOCK_N
+        tl.store(to + nth, page * PAGE + slot % PAGE, live)
+        tl.store(to + j, tl.full([WINDOW], -1, tl.int32), (j >= num) & (j < BLOCK_N))
+
+
+@triton.jit
+def _by_row(
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
+    k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece and a KV head."""
+    head = unit % HK
+    piece = pieces_ptr + unit // HK * 4
     b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     at = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
@@ -116,20 +143,13 @@ def attend_by_row(
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for b in range(b0, b1):
-        block = blocks_ptr + b * 4
-        slot, num = tl.load(block), tl.load(block + 1)
-        pair, mask = tl.load(block + 2), tl.load(block + 3)
-        there = j < num
-        bits_at = tl.where(there, mask, -1)
-        word = tl.load(words_ptr + bits_at + j // 32, bits_at >= 0, other=0)
-        there = there & (((word >> (j % 32)) & 1) == 0)
-        page = tl.load(pages_ptr + (slot + j) // PAGE, there, other=0).to(tl.int64)
-        k_at = page * k_page + ((slot + j) % PAGE) * k_row
-        v_at = page * v_page + ((slot + j) % PAGE) * v_row
+    for b in tl.range(b0, b1, num_stages=STAGES):
+        slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
+        pair = tl.load(blocks_ptr + b * 4 + 2)
+        there = slot >= 0
         live = there[:, None] & (d < D)[None, :]
-        k = tl.load(k_base + k_at[:, None], live, other=0.0)
-        v = tl.load(v_base + v_at[:, None], live, other=0.0)
+        k = tl.load(k_base + (slot.to(tl.int64) * k_row)[:, None], live, other=0.0)
+        v = tl.load(v_base + (slot.to(tl.int64) * v_row)[:, None], live, other=0.0)
         q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = tl.where(there[None, :], s, HIDDEN)
@@ -141,90 +161,113 @@ def attend_by_row(
 
 
 @triton.jit
-def attend_by_chunk(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr,
-    first_cell, scale, k_page, k_row, k_head, v_page, v_row, v_head,
+def _by_chunk(
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
+    first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles and KV heads in turn, as many as there are: the grid does not depend on them."""
+    """A tile and a KV head."""
     at = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
-    for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, tl.num_programs(0)):
-        head = unit % HK
-        tile = tiles_ptr + unit // HK * 8
-        slot0, num = tl.load(tile), tl.load(tile + 1)
-        word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
-        members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
-        here = at // G < members
-        inside = here[:, None] & (d < D)[None, :]
-        pair = pair0 + at // G
-        q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
-        q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
-        mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
-        m = tl.full([BLOCK_M], HIDDEN, tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for key0 in range(0, num, BLOCK_N):
-            there = key0 + j < num
-            slot = slot0 + key0 + j
-            page = tl.load(pages_ptr + slot // PAGE, there, other=0).to(tl.int64)
-            k_at = page * k_page + (slot % PAGE) * k_row
-            v_at = page * v_page + (slot % PAGE) * v_row
-            live = there[:, None] & (d < D)[None, :]
-            k = tl.load(k_ptr + head * k_head + k_at[:, None] + d[None, :], live, other=0.0)
-            v = tl.load(v_ptr + head * v_head + v_at[:, None] + d[None, :], live, other=0.0)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            s = tl.where(there[None, :], s, HIDDEN)
-            if masked > 0:
-                gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-                for w in tl.static_range(BLOCK_N // 32):
-                    bits_at = words_ptr + mask + word0 + key0 // 32 + w
-                    bits = tl.load(bits_at, mask >= 0, other=0)
-                    gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
-                s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
-            acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
-        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
-        part = (cell.to(tl.int64) * HK + head) * G + at % G
-        tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
-        tl.store(lse_ptr + part, m + tl.log2(total), here)
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
+    slot0, num = tl.load(tile), tl.load(tile + 1)
+    word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
+    members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    here = at // G < members
+    inside = here[:, None] & (d < D)[None, :]
+    pair = pair0 + at // G
+    q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
+    mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key0 in tl.range(0, num, BLOCK_N, num_stages=STAGES):
+        there = key0 + j < num
+        slot = slot0 + key0 + j
+        page = tl.load(pages_ptr + slot // PAGE, there, other=0)
+        slot = (page * PAGE + slot % PAGE).to(tl.int64)
+        live = there[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
+        v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.where(there[None, :], s, HIDDEN)
+        if masked > 0:
+            gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+            for w in tl.static_range(BLOCK_N // 32):
+                bits_at = words_ptr + mask + word0 + key0 // 32 + w
+                bits = tl.load(bits_at, mask >= 0, other=0)
+                gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
+            s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
+    part = (cell.to(tl.int64) * HK + head) * G + at % G
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), here)
+
+
+@triton.jit
+def attend_cells(
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
+    counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
+    k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first `num_walkers` programs walk over tiles, however many there are, one beside each
+    other program of a multiprocessor; every other program answers for a piece."""
+    if tl.program_id(0) < num_walkers:
+        for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
+            _by_chunk(
+                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+                words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+    else:
+        _by_row(
+            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+            blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+            G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit
 def merge_cells(
     out_ptr, part_ptr, lse_ptr, by_row_ptr, by_chunk_ptr, first_cell, out_row, out_head,
-    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_G: tl.constexpr, PART_S: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PART_S: tl.constexpr,
 ):  # fmt: skip
-    """One row and KV head: its cells by row and by chunk. A row that saw no key becomes zero."""
+    """One row and head: its cells by row and by chunk. A row that saw no key becomes zero."""
     row, head = tl.program_id(0), tl.program_id(1)
     own0, num_own = tl.load(by_row_ptr + row * 2), tl.load(by_row_ptr + row * 2 + 1)
     held0, num_held = tl.load(by_chunk_ptr + row * 2), tl.load(by_chunk_ptr + row * 2 + 1)
-    g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     nth = tl.arange(0, PART_S)
-    m = tl.full([BLOCK_G], -1.0e30, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    m = -1.0e30
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, num_own + num_held, PART_S):
         i = start + nth
         cell = tl.where(i < num_own, own0 + i, first_cell + held0 + i - num_own).to(tl.int64)
-        live = (i < num_own + num_held)[:, None] & (g < G)[None, :]  # [S, G]
-        part = (cell[:, None] * HK + head) * G + g[None, :]
+        live = i < num_own + num_held
+        part = cell * HQ + head
         lse = tl.load(lse_ptr + part, live, other=HIDDEN)
-        o_at = part_ptr + part[:, :, None] * D + d[None, None, :]
-        o = tl.load(o_at, live[:, :, None] & (d < D)[None, None, :], other=0.0)
+        o_at = part_ptr + part[:, None] * D + d[None, :]
+        o = tl.load(o_at, live[:, None] & (d < D)[None, :], other=0.0)
         m_new = tl.maximum(m, tl.max(lse, 0))
-        alpha, share = tl.exp2(m - m_new), tl.exp2(lse - m_new[None, :])
-        acc = acc * alpha[:, None] + tl.sum(o * share[:, :, None], 0)
+        alpha, share = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+        acc = acc * alpha + tl.sum(o * share[:, None], 0)
         total = total * alpha + tl.sum(share, 0)
         m = m_new
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    out_at = out_ptr + row.to(tl.int64) * out_row + ((head * G + g) * out_head)[:, None]
-    inside = (g < G)[:, None] & (d < D)[None, :]
-    tl.store(out_at + d[None, :], acc.to(out_ptr.dtype.element_ty), inside)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    out_at = out_ptr + row.to(tl.int64) * out_row + head * out_head
+    tl.store(out_at + d, acc.to(out_ptr.dtype.element_ty), d < D)
 
 
 def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
@@ -233,7 +276,7 @@ def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     if dtype == torch.float32:
         return Launch(max(32, least), 32, 4, 1, 1)
     if wide <= 128:
-        return Launch(max(64, least), 64, 4, 3, 2)
+        return Launch(max(64, least), 64, 4, 3, 1)
     return Launch(max(64, least), 32, 4, 2, 1)
 
 
@@ -256,14 +299,14 @@ class SegmentTables:
         group = shape.num_heads // shape.num_kv_heads
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
-        self.at_once = self.by_chunk.per_core * cores(device)
+        self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
         self.num_pieces = num_rows + -(-self.by_row.per_core * cores(device) // shape.num_kv_heads)
         self.tiling = ChunkTiling(
             shape.page, self.by_row.block_n, self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once,
         )  # fmt: skip
         # held, written by `hold`:    counts | pairs | tiles | row_cells | words | chunk pages
-        # moving, written by `update`: rows | pieces | row_pieces | blocks, then own pages at once
+        # moving, written by `update`: step | rows | pieces | row_pieces | blocks, own pages at once
         held = {
             "counts": (4,), "pairs": (room.pairs, 4),
             "tiles": (room.most_cuts(self.tiling), 8),
@@ -271,7 +314,7 @@ class SegmentTables:
             "pages": (room.chunk_pages,),
         }  # fmt: skip
         moving = {
-            "rows": (num_columns, num_rows), "pieces": (self.num_pieces, 4),
+            "step": (4,), "rows": (num_columns, num_rows), "pieces": (self.num_pieces, 4),
             "row_pieces": (num_rows, 2), "blocks": (room.blocks, 4), "own": (room.own_pages,),
         }  # fmt: skip
         shapes: dict[str, tuple[int, ...]] = held | moving
@@ -340,13 +383,14 @@ class SegmentTables:
         blocks, pieces, row_pieces = self._sharing.by_row(keys, slots, self.num_pieces)
         shape = self.rows.shape
         numbers = np.zeros(shape) if rows is None else np.asarray(rows).reshape(shape)
-        self._send("rows", [numbers, pieces, row_pieces, blocks, *tables])
+        step = np.array([num_blocks, 0, 0, 0])
+        self._send("step", [step, numbers, pieces, row_pieces, blocks, *tables])
 
     def _send(self, first: str, parts: Sequence[NDArray[np.generic]]) -> None:
         """Write tables that lie behind each other, from the one called `first` on, in one copy."""
         is_cuda, names = self._all.is_cuda, list(self._starts)
         start, at = self._starts[first], 0
-        fixed = names[names.index(first) : names.index(first) + 4]  # these have their places
+        fixed = names[names.index(first) : names.index(first) + 5]  # these have their places
         size = sum(part.size for part in parts) + ALIGNED * len(parts)
         # fresh memory each time: the last step's copy may still be reading its own
         sent = torch.empty(size, dtype=torch.int32, pin_memory=is_cuda)
@@ -363,71 +407,89 @@ def _aligned(num: int) -> int:
     return -(-num // ALIGNED) * ALIGNED
 
 
+class Step(NamedTuple):
+    """What all layers of a step share."""
+
+    back: Angles  # [pairs, 1, r/2] float32: how the query of each pair is turned
+    slots: Tensor  # [blocks, keys] int32: where keys lie
+
+
+def begin_step(tables: SegmentTables, turn: Turn) -> Step:
+    """Launched once per step, after `update`, in front of the first layer."""
+    on, device = tables.on_device, tables.rows.device
+    cos, sin = turn(-on["pairs"][:, 1])
+    size = tables.by_row.block_n
+    slots = torch.empty(max(1, tables.room.blocks), size, dtype=torch.int32, device=device)
+    place_keys[(min(len(slots), 4 * cores(device)),)](
+        slots, on["step"], on["blocks"], on["pages"], on["words"],
+        BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page,
+    )  # fmt: skip
+    return Step(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
+
+
 def attend_tables(
     q: Tensor,
     tables: SegmentTables,
+    step: Step,
     key_pages: Tensor,
     value_pages: Tensor,
-    back: Angles,
     at: Angles | None = None,
 ) -> Tensor:
     """Attention output [B, Hq, D] of the rows of `tables` over pages [P, page, Hk, D].
 
-    `back` turns every pair back by its start (`turns_back`). q is turned to the rows' positions, or
-    it will be by `at`.
+    q is turned to the rows' positions, or it will be by `at`.
     """
     num, heads, head_dim = q.shape
-    shape, on = tables.shape, tables.on_device
+    shape, on, device = tables.shape, tables.on_device, q.device
     assert num == tables.num_rows, f"{num} rows for {tables.num_rows}"
-    assert q.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == 1
-    kv_heads, half = shape.num_kv_heads, back.cos.shape[-1]
-    group, device = heads // kv_heads, q.device
-    turned = torch.empty(tables.room.pairs, heads, head_dim, dtype=q.dtype, device=device)
-    block_h = min(32, triton.next_power_of_2(heads))
-    placed = back if at is None else Angles(at.cos.contiguous(), at.sin.contiguous())
-    grid = min(tables.room.pairs, 4 * cores(device)), triton.cdiv(heads, block_h)
-    turn_queries[grid](
-        q, turned, *placed, *back, on["pairs"], on["counts"], *q.stride()[:2],
-        HQ=heads, D=head_dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, PLACED=at is not None,
-        num_warps=4,
-    )  # fmt: skip
+    assert q.stride(-1) == 1, "the channels of a head lie side by side"
+    kv_heads = shape.num_kv_heads
+    turned = _turned(q, tables, step.back, at)
     cells = (tables.num_pieces + tables.room.most_cells(tables.tiling)) * heads
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
-    scale = head_dim**-0.5 * LOG2_E
-    strides = (*key_pages.stride()[:3], *value_pages.stride()[:3])
-    constants = {
-        "G": group, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
-        "PAGE": shape.page, "PRECISION": precision(q),
-    }  # fmt: skip
-    how = tables.by_chunk
-    attend_by_chunk[(tables.at_once,)](
-        turned, key_pages, value_pages, part, lse, on["tiles"], on["counts"], on["pairs"],
-        on["pages"], on["words"], tables.num_pieces, scale, *strides,
-        **constants, BLOCK_M=how.block_m, BLOCK_N=how.block_n,
-        num_warps=how.warps, num_stages=how.stages,
-    )  # fmt: skip
-    how = tables.by_row
-    attend_by_row[(tables.num_pieces * kv_heads,)](
-        turned, key_pages, value_pages, part, lse, on["pieces"], on["blocks"],
-        on["pages"], on["words"], scale, *strides,
-        **constants, BLOCK_M=how.block_m, BLOCK_N=how.block_n,
-        num_warps=how.warps, num_stages=how.stages,
+    row, tile = tables.by_row, tables.by_chunk
+    attend_cells[(tables.at_once + tables.num_pieces * kv_heads,)](
+        turned, key_pages, value_pages, part, lse, on["pieces"], on["blocks"], step.slots,
+        on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
+        tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
+        *_row_strides(key_pages), *_row_strides(value_pages),
+        G=heads // kv_heads, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
+        ROW_M=row.block_m, ROW_N=row.block_n, ROW_STAGES=row.stages,
+        TILE_M=tile.block_m, TILE_N=tile.block_n, TILE_STAGES=tile.stages,
+        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
-    merge_cells[(num, kv_heads)](
+    merge_cells[(num, heads)](
         out, part, lse, on["row_pieces"], on["row_cells"], tables.num_pieces, *out.stride()[:2],
-        G=group, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
-        BLOCK_G=triton.next_power_of_2(group), PART_S=PART_S,
+        HQ=heads, D=head_dim, BLOCK_D=padded(head_dim), PART_S=PART_S, num_warps=2,
     )  # fmt: skip
     return out
 
 
-def turns_back(tables: SegmentTables, turn: Turn) -> Angles:
-    """How the query of every pair is turned: the same for every layer of a step."""
-    cos, sin = turn(-tables.on_device["pairs"][:, 1])
-    return Angles(cos.float().contiguous(), sin.float().contiguous())
+def _turned(q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None) -> Tensor:
+    """The queries of all pairs [pairs, Hq, D]."""
+    (_, heads, head_dim), half = q.shape, back.cos.shape[-1]
+    pairs = tables.room.pairs
+    turned = torch.empty(pairs, heads, head_dim, dtype=q.dtype, device=q.device)
+    block_h = min(TURN_HEADS, triton.next_power_of_2(heads))
+    placed = back if at is None else Angles(at.cos.contiguous(), at.sin.contiguous())
+    turn_queries[min(pairs, TURNERS * cores(q.device)), triton.cdiv(heads, block_h)](
+        q, turned, *placed, *back, tables.on_device["pairs"], tables.on_device["counts"],
+        *q.stride()[:2],
+        HQ=heads, D=head_dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, PLACED=at is not None,
+        num_warps=2,
+    )  # fmt: skip
+    return turned
+
+
+def _row_strides(pages: Tensor) -> tuple[int, int]:
+    """Row and head stride of pages [P, page, Hk, D] that lie behind each other."""
+    page, row, head, one = pages.stride()
+    assert one == 1, "the channels of a head lie side by side"
+    assert page == pages.shape[1] * row, "pages lie behind each other"
+    return row, head
 
 
 class _TablesCache(threading.local):
@@ -436,7 +498,7 @@ class _TablesCache(threading.local):
     def __init__(self) -> None:
         self.key: tuple[object, ...] = ()
         self.kept: tuple[Sequence[SegmentedRows], Tensor] | None = None  # keeps the key's objects
-        self.made: tuple[SegmentTables, Angles] | None = None
+        self.made: tuple[SegmentTables, Step] | None = None
 
 
 _cache = _TablesCache()
@@ -465,9 +527,9 @@ def attend_segments(
     if _cache.made is None or _cache.key != key:
         tables = _tables_for(positions, ranks, rows, shape, q.device)
         _cache.key, _cache.kept = key, (rows, ranks)
-        _cache.made = tables, turns_back(tables, turn)
-    tables, back = _cache.made
-    return attend_tables(q, tables, key_pages, value_pages, back)
+        _cache.made = tables, begin_step(tables, turn)
+    tables, step = _cache.made
+    return attend_tables(q, tables, step, key_pages, value_pages)
 
 
 def _tables_for(
@@ -492,7 +554,8 @@ def _tables_for(
         pairs=len(chunks) + len(held),
         chunk_pages=sum(len(chunk.pages) for chunk in held),
         words=sum(-(-chunk.num_tokens // 32) for chunk in held),
-        blocks=sum(-(-n // block) for n in [*own_keys, *(chunk.num_tokens for chunk in held)]),
+        blocks=sum(-(-n // block) for n in own_keys)
+        + sum(-(-chunk.num_tokens // min(block, WINDOW)) for chunk in held),
         own_pages=sum(map(len, pages)),
     )
     tables = SegmentTables(len(chunks), room, shape, device)
