@@ -18,6 +18,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvweave.engine.pages import PageAllocator
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
@@ -48,6 +51,7 @@ class ResidentChunk:
     is_filled: bool = False
     leases: int = 0
     is_found: bool = True  # False: deleted, or never to be found by others
+    slots: NDArray[np.int64] | None = field(default=None, repr=False)  # of its tokens, when asked
 
     @property
     def key(self) -> ChunkKey:

@@ -40,7 +40,9 @@ class ChunkRoom:
 
     def chunk_slots(self, key: ChunkKey) -> Slots:
         chunk = self._lease.chunks[key]
-        return self._slots(chunk.pages, chunk.num_tokens)
+        if chunk.slots is None:
+            chunk.slots = self._slots(chunk.pages, chunk.num_tokens)
+        return chunk.slots
 
     def is_filled(self, key: ChunkKey) -> bool:
         return self._lease.chunks[key].is_filled
@@ -72,17 +74,17 @@ class ChunkRoom:
         that it did not compute anew."""
         assert self._laid_out is not None, "the pass began"
         request, own = self._laid_out
+        is_own = np.zeros(len(request.prompt_ids), np.bool_)
+        is_own[own] = True
+        edges = np.array([(span.start, span.end) for span in request.placed], np.int64)
+        counts = np.diff(np.searchsorted(own, edges.reshape(-1, 2)))[:, 0].tolist()
+        masks = torch.from_numpy(is_own)
         chunks: list[SharedChunk] = []
-        for span in request.placed:
-            first, last = np.searchsorted(own, (span.start, span.end)).tolist()
-            if last - first == span.num_tokens:
-                continue
-            replaced: Tensor | None = None
-            if last > first:
-                replaced = torch.zeros(span.num_tokens, dtype=torch.bool)
-                replaced[torch.from_numpy(own[first:last] - span.start)] = True
-            pages = self._lease.chunks[span.key].pages
-            chunks.append(SharedChunk(pages, span.num_tokens, span.start, replaced))
+        for span, count in zip(request.placed, counts, strict=True):
+            if count < span.num_tokens:
+                replaced = masks[span.start : span.end] if count else None
+                pages = self._lease.chunks[span.key].pages
+                chunks.append(SharedChunk(pages, span.num_tokens, span.start, replaced))
         self._kv.lay_out(own, chunks, len(request.prompt_ids))
         self._sequence.progress.elsewhere = self._kv.num_shared
 

@@ -15,8 +15,9 @@ Its rows are approximate from the first reused chunk on, and nothing of that is 
 tree; chunks in front that are computed behind exact ones are (`EngineSequence.num_exact_parts`).
 
 Where chunks are shared (`chunk_pages.py`) its pages hold what it computes, and the chunks lie where
-all requests read them. It is then always computed in one step: what drift moves exists in the
-scratch memory of that step alone.
+all requests read them. What it recomputes of them is then computed in one step: what drift moves
+exists in the scratch memory of that step alone. One that recomputes nothing has nothing to stitch
+either, once its chunks are filled: its rows join the common steps at once.
 """
 
 import time
@@ -121,6 +122,7 @@ class ChunkLoader:
         part, stored = fused_part(sequence), sequence.stored
         resident = frozenset[ChunkKey]() if sequence.shared is None else sequence.shared.filled
         if stored is not None and stored.resident <= resident:
+            stored.found(resident)
             return stored
         if stored is not None:
             stored.close()
@@ -211,6 +213,30 @@ def prefill_shared(
     made = stored.prefill_shared(decoder, frame, room, memory, part.ratio)
     room.finish()
     return made
+
+
+def prepare_in_place(
+    decoder: Decoder,
+    sequence: EngineSequence,
+    stored: StoredPrompt,
+    prefixes: ExactPrefixes,
+    room: ChunkRoom,
+) -> tuple[Prepared, FuseRecord]:
+    """As `prepare`, over filled chunks in shared pages of which nothing is recomputed."""
+    frame = _frame(sequence, fused_part(sequence), prefixes)
+    made = stored.prepare_in_place(decoder, frame, room)
+    room.finish()
+    return made
+
+
+def lies_ready(sequence: EngineSequence) -> bool:
+    """Whether a request over shared chunks has nothing to stitch: all of them are filled, none of
+    their rows is recomputed, and what stands in front is in its pages."""
+    part = fused_part(sequence)
+    if sequence.shared is None or (part.strategy.selector is not None and part.ratio):
+        return False
+    is_filled = len(sequence.shared.filled) == len(sequence.shared.chunks)
+    return is_filled and sequence.present >= len(part.preamble.token_ids)
 
 
 def prepare(

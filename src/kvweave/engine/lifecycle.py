@@ -15,10 +15,12 @@ from kvweave.engine.fused_step import (
     LoadedPrompt,
     PrefillMode,
     fused_part,
+    lies_ready,
     prefill,
     prefill_mode_of,
     prefill_shared,
     prepare,
+    prepare_in_place,
 )
 from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
@@ -213,7 +215,13 @@ class Lifecycle:
             try:
                 mode = self._mode(sequence, stored)
                 self.counts.add("fused_begun")
-                if sequence.shared is not None:
+                if sequence.shared is not None and mode is PrefillMode.JOINED:
+                    room = ChunkRoom(sequence, self._pages)
+                    prepared, record = prepare_in_place(
+                        self._decoder, sequence, stored, self._prefixes, room
+                    )
+                    self.counts.add("fused_shared")
+                elif sequence.shared is not None:
                     prefilled = self._prefill_shared(sequence, stored)
                     record = prefilled.record
                 elif mode is PrefillMode.JOINED:
@@ -254,7 +262,8 @@ class Lifecycle:
         assert sequence.shared is not None, "and leased"
         room = ChunkRoom(sequence, self._pages)
         made = prefill_shared(self._decoder, sequence, stored, self._prefixes, room, self._scratch)
-        sequence.shared.drop([k for k in sequence.shared.chunks if k not in room.placed])
+        placed = room.placed
+        sequence.shared.drop([key for key in sequence.shared.chunks if key not in placed])
         cost_s = self._cost_of(made.record)
         self._chunks.filled(sequence.shared, cost_s, partial(self._is_gone, sequence))
         sequence.shared.drop(room.unread)
@@ -273,7 +282,7 @@ class Lifecycle:
 
     def _mode(self, sequence: EngineSequence, stored: StoredPrompt) -> PrefillMode:
         if sequence.shared is not None:
-            return PrefillMode.STREAMED
+            return PrefillMode.JOINED if lies_ready(sequence) else PrefillMode.STREAMED
         return prefill_mode_of(
             fused_part(sequence).strategy,
             # one in the background gives way between two slices

@@ -7,15 +7,15 @@ a failing store costs time and never an answer.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fuse import Fused, fuse
-from kvweave.fuse.prepared import Prepared, prepare
+from kvweave.fuse.prepared import Prepared, prepare, prepare_in_place
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
@@ -26,7 +26,12 @@ from kvweave.fuse.record import (
 )
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
-from kvweave.fuse.shared_chunks import LayerScratch, PromptRoom, ScratchMemory
+from kvweave.fuse.shared_chunks import (
+    LayerScratch,
+    PromptRoom,
+    ScratchMemory,
+    own_positions,
+)
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
@@ -41,7 +46,6 @@ from kvweave.kv.transfers import Transfer
 M = TypeVar("M", Fused, Prepared)
 NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 DEVICE = "device"  # the tier of chunks that lie in pages already
-_Stitch = Callable[[FuseRequest], AbstractContextManager[Stitched]]
 
 
 class PromptFrame(NamedTuple):
@@ -101,6 +105,10 @@ class StoredPrompt:
         self._started_s = started_s
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
+    def found(self, resident: Collection[ChunkKey]) -> None:
+        """More chunks lie in shared pages by now, whatever the store has of them."""
+        self.resident |= frozenset(resident).intersection(self._wanted)
+
     def arrive(self) -> None:
         """Wait until all that the strategy wants is in host memory, or lost."""
         started_s = time.perf_counter()
@@ -129,8 +137,12 @@ class StoredPrompt:
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
     ) -> Prefilled:
         """Prefill the prompt into `kv`, as the strategy says."""
-        stitch = partial(self._stitch, decoder, frame, kv)
-        made, record = self._weave(frame, ratio, fuse, stitch)
+
+        def attempt(request: FuseRequest) -> Fused:
+            with self._stitch(decoder, frame, kv, request) as stitched:
+                return fuse(stitched, self._strategy, ratio)
+
+        made, record = self._weave(frame, ratio, attempt)
         return Prefilled(made.logits, record)
 
     def prefill_shared(
@@ -146,9 +158,26 @@ class StoredPrompt:
         For strategies whose rows are known before the pass and that want no extras (`can_share`).
         """
         assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
-        stitch = partial(self._stitch_shared, decoder, frame, room, memory)
-        made, record = self._weave(frame, ratio, fuse, stitch)
+
+        def attempt(request: FuseRequest) -> Fused:
+            with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
+                return fuse(stitched, self._strategy, ratio)
+
+        made, record = self._weave(frame, ratio, attempt)
         return Prefilled(made.logits, record)
+
+    def prepare_in_place(
+        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom
+    ) -> tuple[Prepared, FuseRecord]:
+        """As `prepare`, over chunks in shared pages that are all filled, of which nothing is
+        recomputed: rows look at them where they lie, and there is nothing to stitch."""
+
+        def attempt(request: FuseRequest) -> Prepared:
+            prepared = prepare_in_place(decoder, request)
+            room.lay_out(request, own_positions(request, np.array(prepared.rows)))
+            return prepared
+
+        return self._weave(frame, 0.0, attempt)
 
     def prepare(
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
@@ -159,7 +188,12 @@ class StoredPrompt:
         """
         name = self._strategy.name
         assert self._strategy.can_be_sliced, f"strategy {name!r} has no rows before its pass"
-        return self._weave(frame, ratio, prepare, partial(self._stitch, decoder, frame, kv))
+
+        def attempt(request: FuseRequest) -> Prepared:
+            with self._stitch(decoder, frame, kv, request) as stitched:
+                return prepare(stitched, self._strategy, ratio)
+
+        return self._weave(frame, ratio, attempt)
 
     @contextmanager
     def _stitch(
@@ -187,14 +221,14 @@ class StoredPrompt:
         self,
         frame: PromptFrame,
         ratio: float,
-        attempt: Callable[[Stitched, Strategy, float], M],
-        stitch: _Stitch,
+        attempt: Callable[[FuseRequest], M],
     ) -> tuple[M, FuseRecord]:
-        """Stitch and attempt, again without what was lost on the way until nothing was."""
+        """Attempt, again without what was lost on the way until nothing was."""
         started_s = time.perf_counter()
-        strategy, lease, transfer = self._strategy, self._lease, self._transfer
+        lease, transfer = self._lease, self._transfer
         named = self._named[frame.num_exact :]
         missing = _missing(self._num_layers, lease, transfer)
+        missing = {key: why for key, why in missing.items() if key not in self.resident}
         while True:
             first_is_exact = bool(named) and not frame.num_exact
             first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
@@ -208,8 +242,7 @@ class StoredPrompt:
             )
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
-                with stitch(request) as stitched:
-                    made = attempt(stitched, strategy, ratio)
+                made = attempt(request)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}

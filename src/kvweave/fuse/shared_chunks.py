@@ -66,6 +66,11 @@ class PromptRoom(Protocol):
         ...
 
 
+def own_positions(request: FuseRequest, rows: Slots) -> Slots:
+    """The exact front and the rows that are computed, ascending as they are."""
+    return np.concatenate([np.arange(request.preamble_len), rows])
+
+
 class ScratchMemory:
     """Layers of memory that passes work in, one pass at a time. Grows, and is kept."""
 
@@ -168,7 +173,7 @@ class SharedChunks:
     def begin_rows(self, rows: Tensor) -> None:
         """Rows at these positions [R], on the host, will be computed: they are own ones."""
         request = self._request
-        own = np.concatenate([np.arange(request.preamble_len), rows.numpy()])
+        own = own_positions(request, rows.numpy())
         slots = self._room.own_slots(request, len(own))[request.preamble_len :]
         self._room.lay_out(request, own)
         both = torch.stack([rows, torch.from_numpy(slots)])

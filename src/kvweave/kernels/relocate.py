@@ -26,9 +26,10 @@ def relocate(
 
     `turn` [S, 1, r/2] in float32 turns keys, which are rounded once; None leaves them alone.
     """
-    if not len(moves.source):
+    if not moves.source.shape[0]:
         return
-    if has_kernels(keys) and all(x.stride(-1) == 1 for x in (keys, values, out_keys, out_values)):
+    memory = (keys, values, out_keys, out_values)
+    if has_kernels(keys) and all(x.is_contiguous() for x in memory):
         from kvweave.kernels.gpu.relocate import relocate_rows
 
         relocate_rows(keys, values, moves, turn, out_keys, out_values)

@@ -13,8 +13,8 @@ ROWS = 16  # per program
 @triton.jit
 def _relocate_rows(
     keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, source_ptr, target_ptr, which_ptr,
-    cos_ptr, sin_ptr, num_rows, k_row, k_head, v_row, v_head, ok_row, ok_head, ov_row, ov_head,
-    D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
+    cos_ptr, sin_ptr, num_rows,
+    ROW: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -24,10 +24,10 @@ def _relocate_rows(
     target = tl.load(target_ptr + n, live, other=0)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = live[:, None] & (d < D)
-    v = tl.load(values_ptr + source * v_row + head * v_head + d, inside, other=0.0)
-    tl.store(out_values_ptr + target * ov_row + head * ov_head + d, v, inside)
-    from_k = keys_ptr + source * k_row + head * k_head
-    to_k = out_keys_ptr + target * ok_row + head * ok_head
+    v = tl.load(values_ptr + source * ROW + head * D + d, inside, other=0.0)
+    tl.store(out_values_ptr + target * ROW + head * D + d, v, inside)
+    from_k = keys_ptr + source * ROW + head * D
+    to_k = out_keys_ptr + target * ROW + head * D
     if TURNS:
         j = tl.arange(0, BLOCK_HALF)[None, :]
         in_half = live[:, None] & (j < HALF)
@@ -53,16 +53,16 @@ def relocate_rows(
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
-    """As kernels/relocate.relocate."""
+    """As kernels/relocate.relocate, in memory without gaps: a launch of few arguments takes the
+    host less time, and there are two per layer."""
     _, heads, head_dim = keys.shape
     source, target, which = moves
+    num_rows = source.shape[0]
     half = head_dim // 2 if turn is None else turn.cos.shape[-1]
     cos, sin = (source, source) if turn is None else (turn.cos, turn.sin)
-    grid = (triton.cdiv(len(source), ROWS), heads)
-    _relocate_rows[grid](
+    _relocate_rows[(-(-num_rows // ROWS), heads)](
         keys, values, out_keys, out_values, source, target, source if which is None else which,
-        cos, sin, len(source), *keys.stride()[:2], *values.stride()[:2], *out_keys.stride()[:2],
-        *out_values.stride()[:2],
+        cos, sin, num_rows, ROW=heads * head_dim,
         D=head_dim, HALF=half, TURNS=turn is not None, BLOCK_R=ROWS,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
