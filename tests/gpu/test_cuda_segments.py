@@ -32,19 +32,23 @@ def exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
+def pages_of(world: SegmentWorld, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return world.key_pages.to(DEVICE, dtype), world.value_pages.to(DEVICE, dtype)
+
+
 def compare(
     world: SegmentWorld, wanted: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32
 ) -> None:
     """The kernels, the definition on the same rounded numbers, and dense prompts in float64."""
     at, ranks, rows = world.batch(wanted)
     q = world.queries(at)
-    pages = [x.to(DEVICE, dtype) for x in (world.key_pages, world.value_pages)]
+    pages = pages_of(world, dtype)
 
     def turn(positions: Tensor) -> Angles:
         return Angles(*(x.float() for x in world.turn(positions)))
 
     ours = on_gpu.attend_segments(q.to(DEVICE, dtype), at, ranks, rows, *pages, turn).double().cpu()
-    wide = [x.double().cpu() for x in pages]
+    wide = pages[0].double().cpu(), pages[1].double().cpu()
     rounded = attend_segments_reference(q.to(dtype).double(), at, ranks, rows, *wide, world.turn)
     dense = world.dense(q, at, rows)
     assert bool(ours.isfinite().all()), "something was read that nobody wrote"
@@ -95,7 +99,7 @@ def test_a_decode_step_reads_shared_chunks_once(num: int, ratio: float) -> None:
     [Heads(32, 8, 128, 128), Heads(28, 4, 128, 128), Heads(9, 3, 64, 64), Heads(8, 8, 64, 32)],
 )
 def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads) -> None:
-    world = make_batch(heads, page, 9, 300, 0.15)
+    world = make_batch(heads, page, 6, 300, 0.15)
     compare(world, world.last_rows(), dtype)
 
 
@@ -116,7 +120,7 @@ class Steps:
         self.tables = on_gpu.SegmentTables(
             num_rows, Room(400, 900, 900, 900, 900), shape, DEVICE, 2
         )
-        self.pages = [x.to(DEVICE, torch.float32) for x in (world.key_pages, world.value_pages)]
+        self.pages = pages_of(world, torch.float32)
         self.q = torch.zeros(num_rows, heads.num, heads.dim, device=DEVICE)
 
     def send(self, positions: Tensor, ranks: Tensor, rows: Sequence[SegmentedRows]) -> Tensor:
@@ -192,7 +196,7 @@ def test_attention_by_host_ranks_refuses_to_be_recorded() -> None:
     world = make_batch(Heads(), 16, 2, 40, 0.2)
     at, ranks, rows = world.batch(world.last_rows())
     q = world.queries(at).to(DEVICE, torch.float32)
-    pages = [x.to(DEVICE, torch.float32) for x in (world.key_pages, world.value_pages)]
+    pages = pages_of(world, torch.float32)
     on_gpu.attend_segments(q, at, ranks, rows, *pages, world.turn)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

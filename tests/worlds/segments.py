@@ -58,10 +58,14 @@ class SegmentWorld:
         self._free = self._rng.sample(range(self.num_pages), self.num_pages)
         half = self.heads.rotary // 2
         self._inv_freq = 10_000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+        self._frequencies: dict[torch.device, Tensor] = {}
         self._bank: list[tuple[list[int], Tensor, Tensor]] = []
 
     def turn(self, positions: Tensor) -> Angles:
-        phase = positions.double()[:, None, None] * self._inv_freq.to(positions.device)
+        known = self._frequencies.get(positions.device)
+        if known is None:  # once: nothing is copied while a graph is recorded
+            known = self._frequencies[positions.device] = self._inv_freq.to(positions.device)
+        phase = positions.double()[:, None, None] * known
         return Angles(phase.cos(), phase.sin())
 
     def add_chunk(self, num_tokens: int) -> int:

@@ -39,7 +39,7 @@ from kvweave.kernels.types import SegmentedRows, SharedChunk
 HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
-TURNERS, TURN_HEADS = 8, 8  # programs per multiprocessor that turn queries; heads of one
+TURN_HEADS = 32  # that one program turns
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -55,20 +55,20 @@ class Shape(NamedTuple):
 
 @triton.jit
 def turn_queries(
-    q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, counts_ptr,
-    q_row, q_head,
+    q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, q_row, q_head,
     HQ: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, PLACED: tl.constexpr,
 ):  # fmt: skip
     """The query of every pair [pairs, HQ, D]: turned back by its start. PLACED: first to its row's
     position, and rounded, as if that had been done before."""
+    pair = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     j = tl.arange(0, BLOCK_HALF)
     inside = (h < HQ)[:, None] & (j < HALF)[None, :]
-    for pair in range(tl.program_id(0), tl.load(counts_ptr), tl.num_programs(0)):
-        row = tl.load(pairs_ptr + pair * 4).to(tl.int64)
+    row = tl.load(pairs_ptr + pair * 4).to(tl.int64)
+    if row >= 0:
         x_at = q_ptr + row * q_row + h[:, None] * q_head
-        out_at = out_ptr + (tl.cast(pair, tl.int64) * HQ + h)[:, None] * D
+        out_at = out_ptr + (pair.to(tl.int64) * HQ + h)[:, None] * D
         x1 = tl.load(x_at + j[None, :], inside, other=0.0).to(tl.float32)
         x2 = tl.load(x_at + HALF + j[None, :], inside, other=0.0).to(tl.float32)
         if PLACED:
@@ -348,7 +348,9 @@ class SegmentTables:
         if not sharing.fits(self.room):
             return False
         self._arrays, self._held, self._sharing = arrays, held, sharing
-        pairs = np.concatenate([sharing.pairs, sharing.pair_cells[:, None]], 1)
+        pairs = np.full((self.room.pairs, 4), -1, dtype=np.int32)  # the rest are none
+        pairs[: len(sharing.pairs), :3] = sharing.pairs
+        pairs[: len(sharing.pairs), 3] = sharing.pair_cells
         counts = np.array([len(sharing.pairs), len(sharing.tiles), 0, 0])
         self._send("counts", [counts])
         self._send("pairs", [pairs])
@@ -405,6 +407,21 @@ class SegmentTables:
 
 def _aligned(num: int) -> int:
     return -(-num // ALIGNED) * ALIGNED
+
+
+def room_for_rows(
+    num_rows: int, most_tokens: int, num_chunks: int, num_pages: int, shape: Shape
+) -> Room:
+    """Room for sequences of up to `most_tokens` that hold `num_chunks` together, over a pool of
+    `num_pages`."""
+    block = choose(shape.dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads, 1).block_n
+    return Room(
+        pairs=num_rows + num_chunks,
+        chunk_pages=num_pages,
+        words=num_rows * -(-most_tokens // 32) + num_chunks,
+        blocks=num_rows * (-(-most_tokens // block) + 1) + num_chunks,
+        own_pages=num_rows * min(num_pages, -(-most_tokens // shape.page)),
+    )
 
 
 class Step(NamedTuple):
@@ -474,12 +491,11 @@ def _turned(q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None) -
     turned = torch.empty(pairs, heads, head_dim, dtype=q.dtype, device=q.device)
     block_h = min(TURN_HEADS, triton.next_power_of_2(heads))
     placed = back if at is None else Angles(at.cos.contiguous(), at.sin.contiguous())
-    turn_queries[min(pairs, TURNERS * cores(q.device)), triton.cdiv(heads, block_h)](
-        q, turned, *placed, *back, tables.on_device["pairs"], tables.on_device["counts"],
-        *q.stride()[:2],
+    turn_queries[pairs, triton.cdiv(heads, block_h)](
+        q, turned, *placed, *back, tables.on_device["pairs"], *q.stride()[:2],
         HQ=heads, D=head_dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, PLACED=at is not None,
-        num_warps=2,
+        num_warps=4,
     )  # fmt: skip
     return turned
 
