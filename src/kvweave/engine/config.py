@@ -40,8 +40,8 @@ class EngineConfig:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
     share_chunks: bool | None = None  # fused requests read chunk KV from pages that all of them
     # share, instead of a copy each; None: beside a GPU
-    recorded_rows: int = 64  # on a GPU, steps in which up to so many sequences decode and nothing
-    # else happens are played from CUDA graphs; 0: none
+    recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
+    # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:

@@ -37,6 +37,8 @@ from kvweave.model.step_attention import (
 )
 
 STEP = 8  # rows between two sizes of large batches
+FEW_ROWS, WIDE_STEP = 64, 32  # and of those beyond so many
+MOST_OWN_KEYS = 1 << 16  # that rows of one prompt read one by one, each for itself
 
 
 class StepResult(NamedTuple):
@@ -58,16 +60,39 @@ def is_decode(batch: Sequence[Rows]) -> bool:
     )
 
 
+def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
+    """The rows of a step one by one, if a recorded step can compute them so: each sees what stands
+    before it all the same. Those of a prompt over shared chunks can, behind all of them: each chunk
+    is read once for all, and their own rows are few. None: they cannot."""
+    singles: list[Rows] = []
+    for rows in batch:
+        kv, num_rows = rows.kv, len(rows.token_ids)
+        if rows.hook is not None or rows.early_exit is not None:
+            return None
+        if num_rows == 1 and isinstance(kv, PagedKV | SegmentedKV):
+            singles.append(rows)
+            continue
+        if not isinstance(kv, SegmentedKV) or rows.positions[0] < kv.chunks_end:
+            return None
+        if num_rows * (rows.positions[-1] - kv.num_shared) > MOST_OWN_KEYS:
+            return None
+        for i, (token, position) in enumerate(zip(rows.token_ids, rows.positions, strict=True)):
+            singles.append(Rows([token], [position], kv, [0] if i in rows.wanted else []))
+    return singles
+
+
 def shares_chunks(batch: Sequence[Rows]) -> bool:
     """Whether some sequence of a batch looks at chunks that others may look at too."""
     return any(isinstance(rows.kv, SegmentedKV) and rows.kv.chunks for rows in batch)
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of the recording that serves so many: 1, 2, 4, 8, 16, 24, 32 and so on."""
+    """Rows of the recording that serves so many: 1, 2, 4, 8, 16, 24, 32 and so on to 64, then 96,
+    128 and so on."""
     if num_rows <= STEP:
         return 1 << (num_rows - 1).bit_length()
-    return -(-num_rows // STEP) * STEP
+    step = STEP if num_rows <= FEW_ROWS else WIDE_STEP
+    return -(-num_rows // step) * step
 
 
 def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDecode | None":

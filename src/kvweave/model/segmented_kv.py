@@ -28,7 +28,8 @@ class SegmentedKV:
         self.turn = turn
         self.chunks: tuple[SharedChunk, ...] = ()  # made anew, never changed: tables are kept of it
         self.own_positions: NDArray[np.int64] = np.empty(0, np.int64)  # of the prompt; ascending
-        self._end = 0  # positions [0, end) are the prompt: all behind it are own rows
+        self._end = 0  # positions [0, end) are the prompt
+        self.chunks_end = 0  # all positions from here on are own rows
 
     @property
     def pool(self) -> KVPool:
@@ -55,6 +56,7 @@ class SegmentedKV:
         self.own_positions = own_positions
         self.chunks = tuple(chunks)
         self._end = num_tokens
+        self.chunks_end = max((each.start + each.num_tokens for each in chunks), default=0)
         self.own.reserve(len(own_positions))
 
     def reserve(self, num_tokens: int) -> None:
@@ -63,11 +65,12 @@ class SegmentedKV:
 
     def ranks(self, positions: Sequence[int]) -> list[int]:
         """The own slots of positions that are own rows."""
-        if positions[0] >= self._end:  # decode: nothing to look for
+        if positions[0] >= self.chunks_end:  # question and answer: nothing to look for
             return [position - self.num_shared for position in positions]
         at = np.asarray(positions)
         inside = np.searchsorted(self.own_positions, at)
-        return np.where(at < self._end, inside, at - self.num_shared).tolist()
+        ranks: list[int] = np.where(at < self._end, inside, at - self.num_shared).tolist()
+        return ranks
 
     def slots(self, positions: Sequence[int]) -> list[int]:
         """Where own rows lie in the pool's token order."""

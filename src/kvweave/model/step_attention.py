@@ -22,7 +22,7 @@ from kvweave.model.rows import Rows
 from kvweave.model.segmented_kv import SegmentedKV
 
 COLUMNS = 3  # token id, position, slot of each row
-CHUNKS = 64  # of a sequence, on average of a batch: more are decoded without a recording
+CHUNKS = 136  # of a sequence, on average of a batch: more are decoded without a recording
 SPARE_CHUNKS = 256  # of a batch besides
 
 

@@ -85,7 +85,8 @@ class AutoPlanner:
         self._facts = facts
         self.machine = measured.machine
         engine.price(self.machine.prefill_s)
-        self._peek = StoredChunkPeek(encoder, kv.store)
+        self._shares = bool(engine.cfg.share_chunks)
+        self._peek = StoredChunkPeek(encoder, kv.store, lambda keys: engine.resident(keys, tenant))
         preamble = digest_ids(encoder.preamble_ids)
         tables: tuple[Table, ...] = ()
         if profile is not None:
@@ -137,7 +138,8 @@ class AutoPlanner:
             turns=prompt.turns,
             in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
             strategies=tuple(
-                strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
+                strategy_info(strategy, encoder, stitch_s, shares=self._shares)
+                for strategy in self._strategies.values()
             ),
         )
         plan = self._planner.plan(request)

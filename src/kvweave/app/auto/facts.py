@@ -5,7 +5,7 @@ lies by what the store says.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvweave.calibrate.gate import (
     ELSEWHERE,
@@ -22,6 +22,7 @@ from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.prefill import can_share
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import open_codec
@@ -29,12 +30,14 @@ from kvweave.kv.format.header import LayerShape
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId
 
+ON_DEVICE = Peek(Residency.HERE, DEVICE.value, 0)
 MOST_VERDICTS = 1024  # of a gate that are remembered
 # A codec that gives back every bit, by the model's dtype; "raw" does for all.
 _SAME_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
@@ -66,8 +69,11 @@ def fusing_strategies(facts: ModelFacts) -> tuple[dict[str, Strategy], dict[str,
     return found, unavailable
 
 
-def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0) -> StrategyInfo:
-    """A strategy as the planner prices it. `stitch_s` is what each stored token costs to lay."""
+def strategy_info(
+    strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0, *, shares: bool = False
+) -> StrategyInfo:
+    """A strategy as the planner prices it. `stitch_s` is what each stored token costs to lay.
+    `shares`: the engine keeps chunks on the device, for those that can read them there."""
     num_layers = encoder.decoder.spec.num_layers
     needs = strategy.needs(num_layers)
     layers = _layers_first(needs)
@@ -85,6 +91,7 @@ def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0
         full_width_layers=needs.full_width_layers,
         waits_for_all=len(layers) >= num_layers,
         depth=strategy.depth(num_layers),
+        shares=shares and can_share(strategy, num_layers),
     )
 
 
@@ -200,9 +207,16 @@ class StoredChunkPeek:
     answer that is called exact is equal to full prefill.
     """
 
-    def __init__(self, encoder: ChunkEncoder, store: KVStore) -> None:
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        store: KVStore,
+        resident: Callable[[Collection[ChunkKey]], Collection[ChunkKey]] = lambda _: (),
+    ) -> None:
+        """`resident` says which chunks lie on the device, for those who ask here."""
         self._encoder = encoder
         self._store = store
+        self._resident = resident
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
@@ -213,9 +227,11 @@ class StoredChunkPeek:
         self._chunks = chunks
 
     def found(self) -> list[tuple[ChunkKey, Peek]]:
-        """All stored KV of the chunks, wherever it lies."""
+        """All stored KV of the chunks, wherever it lies: on the device first."""
         keys = [key for ids in self._chunks.values() for key in self._keys(ids)]
-        return [
+        there = self._resident(keys)
+        on_device = [(key, ON_DEVICE) for key in keys if key in there]
+        return on_device + [
             (key, peek)
             for key, peek in zip(keys, self._store.peek(keys), strict=True)
             if peek.residency is not Residency.ABSENT
@@ -226,17 +242,20 @@ class StoredChunkPeek:
         ids = self._chunks.get(chunk_id)
         if ids is None:
             return False
+        if self._resident(self._keys(ids)):
+            return True
         return any(p.residency is not Residency.ABSENT for p in self._store.peek(self._keys(ids)))
 
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
-        found = dict(self.found())
+        found: dict[ChunkKey, list[Peek]] = {}
+        for key, peek in self.found():
+            found.setdefault(key, []).append(peek)
         for chunk_id in chunk_ids:
             ids = self._chunks[chunk_id]
             for key in self._keys(ids):
-                if key in found:
-                    copy = self._stored(key, found[key], ids)
-                    stored.setdefault(chunk_id, []).append(copy)
+                for peek in found.get(key, ()):
+                    stored.setdefault(chunk_id, []).append(self._stored(key, peek, ids))
         return stored
 
     def _keys(self, ids: tuple[int, ...]) -> list[ChunkKey]:
@@ -250,13 +269,14 @@ class StoredChunkPeek:
         # not what the store says: that counts what lies beside the layers, wanted or not
         size_bytes = self._sizes.get(len(ids)) or self._encoder.plain_bytes(len(ids))
         self._sizes[len(ids)] = size_bytes
+        on_device = peek.tier == DEVICE  # layers alone, and they are where they are needed
         return Stored(
             variant=str(preparation.variant) if is_variant else ISOLATED,
             tier=peek.tier or "",
-            size_bytes=size_bytes,
+            size_bytes=0 if on_device else size_bytes,
             exact_when_first=isolated,
             rounded=isolated and self._rounded,
-            has=frozenset(preparation.extras),
-            codec=self._encoder.context.codec,
+            has=frozenset() if on_device else frozenset(preparation.extras),
+            codec="" if on_device else self._encoder.context.codec,
             never_first=not isolated,
         )
