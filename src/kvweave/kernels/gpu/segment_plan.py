@@ -69,25 +69,25 @@ class ChunkArrays:
         self._cuts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
 
     def blocks(self, nth: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of a chunk that are not replaced, in blocks of at most `size`: where each block
-        begins, and how many such rows it has. It ends within WINDOW rows of its first."""
+        """The rows of a chunk that are not replaced, in even blocks of at most `size`: where each
+        block begins, and how many such rows it has. It ends within WINDOW rows of its first."""
         known = self._cuts.get(nth)
         if known is None:
             chunk = self.chunks[nth]
             if self.masks[nth] is None:
-                firsts = np.arange(0, chunk.num_tokens, size)
-                known = firsts, np.minimum(chunk.num_tokens - firsts, size)
+                live = np.arange(chunk.num_tokens)
             else:
-                assert chunk.replaced is not None
-                known = _cut(np.flatnonzero(~chunk.replaced.numpy()), size)
-            self._cuts[nth] = known
+                assert chunk.replaced is not None, "a mask is made of these"
+                live = np.flatnonzero(~chunk.replaced.numpy())
+            known = self._cuts[nth] = _cut(live, size)
         return known
 
 
 def _cut(live: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    at = np.arange(0, len(live), size)
-    num = np.minimum(len(live) - at, size)
-    if len(at) and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
+    count = -(-len(live) // size)
+    at = len(live) * np.arange(count) // max(1, count)
+    num = np.diff(at, append=len(live))
+    if count and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
         cuts, i = [], 0
         while i < len(live):
             cuts.append(i)

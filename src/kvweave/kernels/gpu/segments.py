@@ -39,6 +39,8 @@ from kvweave.kernels.types import SegmentedRows, SharedChunk
 HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
+PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
+MAX_REGS = None
 TURN_HEADS = 32  # that one program turns
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
@@ -300,7 +302,7 @@ class SegmentTables:
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
         self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
-        self.num_pieces = num_rows + -(-self.by_row.per_core * cores(device) // shape.num_kv_heads)
+        self.num_pieces = num_rows + -(-PIECES * cores(device) // shape.num_kv_heads)
         self.tiling = ChunkTiling(
             shape.page, self.by_row.block_n, self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once,
@@ -474,7 +476,7 @@ def attend_tables(
         G=heads // kv_heads, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
         ROW_M=row.block_m, ROW_N=row.block_n, ROW_STAGES=row.stages,
         TILE_M=tile.block_m, TILE_N=tile.block_n, TILE_STAGES=tile.stages,
-        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps,
+        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps, maxnreg=MAX_REGS,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
     merge_cells[(num, heads)](
