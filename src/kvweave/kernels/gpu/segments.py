@@ -342,7 +342,9 @@ class SegmentTables:
         if held == self._held and self._sharing is not None:
             return True
         arrays = {
-            id(each): self._arrays.get(id(each)) or ChunkArrays(each) for each in chunks if each
+            id(each): self._arrays.get(id(each)) or ChunkArrays(each, self.tiling.row_keys)
+            for each in chunks
+            if each
         }
         of_rows = [arrays.get(number) for number in held]
         of_rows += [None] * (self.num_rows - len(of_rows))
