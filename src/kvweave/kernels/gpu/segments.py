@@ -40,7 +40,6 @@ HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
-MAX_REGS = None
 TURN_HEADS = 32  # that one program turns
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
@@ -478,7 +477,7 @@ def attend_tables(
         G=heads // kv_heads, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
         ROW_M=row.block_m, ROW_N=row.block_n, ROW_STAGES=row.stages,
         TILE_M=tile.block_m, TILE_N=tile.block_n, TILE_STAGES=tile.stages,
-        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps, maxnreg=MAX_REGS,
+        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
     merge_cells[(num, heads)](
