@@ -101,7 +101,7 @@ def test_every_row_sees_each_of_its_keys_once(
         bank.append(SharedChunk(pages, num, 0))
     held = [make_chunks(rng, bank) for _ in range(num_rows)]
     tiling = ChunkTiling(PAGE, 64, 32, tile_rows, 2, at_once)
-    sharing = Sharing([ChunkArrays(each) if each else None for each in held], tiling)
+    sharing = Sharing([ChunkArrays(each, 64) if each else None for each in held], tiling)
     own_keys = np.array([rng.choice([0, 1, 64, rng.randint(0, 400)]) for _ in held])
     seen = seen_by_rows(sharing, own_keys, num_rows + rng.randint(1, 40), 10_000)
     for row, (chunks, keys) in enumerate(zip(held, own_keys.tolist(), strict=True)):
@@ -135,7 +135,7 @@ def test_a_chunk_of_several_rows_is_read_once_and_one_of_a_single_row_by_that_ro
     shared = SharedChunk([0, 1], 32, 5)
     mine = SharedChunk([2], 16, 40)
     tiling = ChunkTiling(PAGE, 128, 64, 16, 8, 264)
-    rows = [ChunkArrays((shared, mine)), ChunkArrays((shared._replace(start=77),)), None]
+    rows = [ChunkArrays((shared, mine), 128), ChunkArrays((shared._replace(start=77),), 128), None]
     sharing = Sharing(rows, tiling)
     assert sharing.tiles[:, [1, 4]].tolist() == [[32, 2]], "32 keys for two rows"
     assert sharing.pages.tolist() == [0, 1, 2], "the pages of a chunk stand once in the table"
@@ -146,7 +146,7 @@ def test_a_chunk_of_several_rows_is_read_once_and_one_of_a_single_row_by_that_ro
 def test_few_long_chunks_are_cut_so_that_the_whole_chip_works() -> None:
     long = SharedChunk(list(range(512)), 8192, 0)
     tiling = ChunkTiling(PAGE, 128, 64, 16, 8, 264)
-    rows = [ChunkArrays((long._replace(start=i),)) for i in range(8)]
+    rows = [ChunkArrays((long._replace(start=i),), 128) for i in range(8)]
     assert 264 * 0.8 <= len(Sharing(rows, tiling).tiles) * 8 <= 264 * 1.1
 
 
@@ -154,12 +154,13 @@ def test_few_long_chunks_are_cut_so_that_the_whole_chip_works() -> None:
 def test_masks_are_packed_by_token(num: int) -> None:
     gone = torch.rand(num) < 0.5
     gone[0] = True
-    (words,) = ChunkArrays((SharedChunk([0] * 9, num, 0, gone),)).masks
-    assert words is not None
+    arrays = ChunkArrays((SharedChunk([1], 3, 0), SharedChunk([0] * 9, num, 0, gone)), 64)
+    assert arrays.word_at.tolist() == [NO_MASK, 0]
+    words = arrays.words
     bits = [bool(words[j // 32] >> (j % 32) & 1) for j in range(num)]
     assert bits == gone.tolist()
 
 
 def test_a_mask_of_another_length_is_a_bug_that_shows() -> None:
     with pytest.raises(AssertionError, match="3 mask bits for 4 rows"):
-        ChunkArrays((SharedChunk([0], 4, 0, torch.zeros(3, dtype=torch.bool)),))
+        ChunkArrays((SharedChunk([0], 4, 0, torch.zeros(3, dtype=torch.bool)),), 64)

@@ -12,7 +12,7 @@ by side in both halves, and are merged.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,33 +61,40 @@ class Room(NamedTuple):
 class ChunkArrays:
     """The chunks of one sequence as arrays, made once."""
 
-    def __init__(self, chunks: Sequence[SharedChunk]) -> None:
+    def __init__(self, chunks: Sequence[SharedChunk], size: int) -> None:
+        """`size` is that of a block by row."""
         self.chunks = chunks  # kept: tables are found again by which object this is
         self.names = [(tuple(chunk.pages), chunk.num_tokens) for chunk in chunks]
-        self.starts = [chunk.start for chunk in chunks]
-        self.masks = [_words(chunk) for chunk in chunks]
-        self._cuts: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        masks = [_words(chunk) for chunk in chunks]
+        there = [mask for mask in masks if mask is not None]
+        self.words = np.concatenate(there) if there else np.zeros(0, dtype=np.int32)
+        sizes = [0 if mask is None else len(mask) for mask in masks]
+        self.word_at = np.cumsum([0, *sizes])[:-1]  # [chunks] first word of each
+        self.word_at[[mask is None for mask in masks]] = NO_MASK
+        # rows that are not replaced, in even blocks of at most `size`: whose chunk's each block is,
+        # where it begins, how many such rows it has. It ends within WINDOW rows of its first
+        cuts = [_cut(_live(chunk), size) for chunk in chunks]
+        self.block_chunk = np.repeat(np.arange(len(cuts)), [len(first) for first, _ in cuts])
+        self.block_first = np.concatenate([first for first, _ in cuts])
+        self.block_keys = np.concatenate([num for _, num in cuts])
 
-    def blocks(self, nth: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The rows of a chunk that are not replaced, in blocks of at most `size`: where each block
-        begins, and how many such rows it has. It ends within WINDOW rows of its first."""
-        known = self._cuts.get(nth)
-        if known is None:
-            chunk = self.chunks[nth]
-            if self.masks[nth] is None:
-                firsts = np.arange(0, chunk.num_tokens, size)
-                known = firsts, np.minimum(chunk.num_tokens - firsts, size)
-            else:
-                assert chunk.replaced is not None
-                known = _cut(np.flatnonzero(~chunk.replaced.numpy()), size)
-            self._cuts[nth] = known
-        return known
+
+def _live(chunk: SharedChunk) -> NDArray[np.int64]:
+    if chunk.replaced is None:
+        return np.arange(chunk.num_tokens)
+    return np.flatnonzero(~chunk.replaced.numpy())
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
 def _cut(live: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    at = np.arange(0, len(live), size)
-    num = np.minimum(len(live) - at, size)
-    if len(at) and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
+    count = -(-len(live) // size)
+    at = len(live) * np.arange(count) // max(1, count)
+    num = np.diff(at, append=len(live))
+    if count and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
         cuts, i = [], 0
         while i < len(live):
             cuts.append(i)
@@ -112,69 +119,71 @@ def _words(chunk: SharedChunk) -> Numbers | None:
 
 class Sharing:
     """Who looks at which chunk, of a batch whose sequences stay the same: made when one comes or
-    goes. Pair r is row r and its own pages."""
+    goes, so no loop in here is over more than the chunks of a batch. Pair r is row r and its own
+    pages; the pairs of a chunk lie behind each other."""
 
     def __init__(self, rows: Sequence[ChunkArrays | None], tiling: ChunkTiling) -> None:
-        num = len(rows)
+        num = self.num_rows = len(rows)
         self.tiling = tiling
-        holders: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
-        for row, arrays in enumerate(rows):
-            for nth, name in enumerate(arrays.names if arrays else ()):
-                holders.setdefault(name, []).append((row, nth))
-        pairs = [(row, 0, NO_MASK) for row in range(num)]
-        words: list[Numbers] = []
-        pages: list[int] = []
-        num_words = 0
-        alone: list[NDArray[np.int64]] = []  # blocks: row, first slot, keys, pair, first mask bit
-        tiles: list[tuple[int, int, int, int, int]] = []  # first slot, keys, pair, rows, masked
-        for (own, num_keys), held in holders.items():
-            if not num_keys:
-                continue
-            first = len(pages) * tiling.page
-            pages += own
-            for at in range(0, len(held), tiling.tile_rows):
-                members = held[at : at + tiling.tile_rows]
-                pair0, masked = len(pairs), 0
-                for row, nth in members:
-                    arrays = rows[row]
-                    assert arrays is not None, "rows without chunks hold none"
-                    mask = arrays.masks[nth]
-                    pairs.append((row, arrays.starts[nth], NO_MASK if mask is None else num_words))
-                    if mask is not None:
-                        words.append(mask)
-                        num_words += len(mask)
-                        masked = 1
-                if len(held) == 1:
-                    alone.append(self._blocks_alone(rows, held[0], pair0, pairs[pair0][2], first))
-                else:
-                    tiles.append((first, num_keys, pair0, len(members), masked))
-        self.num_rows = num
-        self.pairs = np.array(pairs, dtype=np.int32).reshape(-1, 3)  # row, start, mask
-        self.pages = np.array(pages, dtype=np.int32)
-        self.words = np.concatenate(words) if words else np.zeros(0, dtype=np.int32)
-        every = np.concatenate(alone) if alone else np.zeros((0, 5), dtype=np.int64)
-        self._alone = every[np.argsort(every[:, 0], kind="stable")]
-        self._alone_of = np.bincount(self._alone[:, 0], minlength=num)
-        self._tiles = np.array(tiles, dtype=np.int64).reshape(-1, 5)
+        there = [(row, arrays) for row, arrays in enumerate(rows) if arrays is not None]
+        names: dict[tuple[tuple[int, ...], int], int] = {}
+        chunk = np.array(
+            [names.setdefault(name, len(names)) for _, each in there for name in each.names],
+            dtype=np.int64,
+        )
+        order = np.argsort(chunk, kind="stable")
+        chunk = chunk[order]
+        pages = [own for own, _ in names]
+        self.pages = np.array([page for own in pages for page in own], dtype=np.int32)
+        sizes = np.array([len(own) for own in pages], dtype=np.int64)
+        slot = (np.cumsum(sizes) - sizes) * tiling.page  # [distinct chunks]
+        keys = np.array([num_keys for _, num_keys in names], dtype=np.int64)
+        self.words = _joined([each.words for _, each in there], np.int32)
+        # by held chunk, in the order of pairs
+        counts = [len(each.names) for _, each in there]
+        holder = np.repeat([row for row, _ in there], counts).astype(np.int64)[order]
+        start = _joined([each.starts for _, each in there])[order]
+        mask = _joined([each.word_at for _, each in there])
+        words_before = np.cumsum([0, *(len(each.words) for _, each in there)])[:-1]
+        mask = np.where(mask == NO_MASK, NO_MASK, mask + np.repeat(words_before, counts))[order]
+        own = np.stack([np.arange(num), np.zeros(num), np.full(num, NO_MASK)], 1)
+        held = np.stack([holder, start, mask], 1)
+        self.pairs = np.concatenate([own, held]).astype(np.int32)  # row, start, mask
+        holders = np.bincount(chunk, minlength=len(names))
+        nth = np.arange(len(chunk)) - (np.cumsum(holders) - holders)[chunk]
+        # tiles: first slot, keys, pair, rows, masked
+        heads = np.flatnonzero((nth % tiling.tile_rows == 0) & (holders[chunk] > 1))
+        members = np.minimum(tiling.tile_rows, holders[chunk[heads]] - nth[heads])
+        is_masked = np.cumsum(np.concatenate([[0], mask != NO_MASK]))
+        masked = is_masked[heads + members] > is_masked[heads]
+        columns = [slot[chunk[heads]], keys[chunk[heads]], num + heads, members, masked]
+        self._tiles = np.stack(columns, 1).astype(np.int64)
+        # what one row alone holds, by its place in the arrays: its pair, or none
+        pair = np.empty(len(order), dtype=np.int64)
+        pair[order] = np.where(holders[chunk] == 1, num + np.arange(len(order)), -1)
+        slots, bits = np.empty_like(pair), np.empty_like(pair)
+        slots[order], bits[order] = slot[chunk], np.where(mask == NO_MASK, NO_MASK, 32 * mask)
+        self._line_up(there, pair, slots, bits)
         self._spread()
 
-    def _blocks_alone(
+    def _line_up(
         self,
-        rows: Sequence[ChunkArrays | None],
-        holder: tuple[int, int],
-        pair: int,
-        mask: int,
-        slot: int,
-    ) -> NDArray[np.int64]:
-        """The blocks of a chunk that one row alone holds."""
-        row, nth = holder
-        arrays = rows[row]
-        assert arrays is not None, "rows without chunks hold none"
-        first, num = arrays.blocks(nth, self.tiling.row_keys)
-        bit = np.full(len(first), NO_MASK) if mask == NO_MASK else mask * 32 + first
-        return np.stack(
-            [np.full(len(first), row), slot + first, num, np.full(len(first), pair), bit], 1
-        )
+        there: Sequence[tuple[int, ChunkArrays]],
+        pair: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        bits: NDArray[np.int64],
+    ) -> None:
+        """Blocks of chunks that one row alone holds: row, first slot, keys, pair, mask bit."""
+        before = np.cumsum([0, *(len(each.names) for _, each in there)])[:-1]
+        num_blocks = [len(each.block_chunk) for _, each in there]
+        place = _joined([each.block_chunk for _, each in there]) + np.repeat(before, num_blocks)
+        first = _joined([each.block_first for _, each in there])
+        row = np.repeat([row for row, _ in there], num_blocks).astype(np.int64)
+        bit = np.where(bits[place] == NO_MASK, NO_MASK, bits[place] + first)
+        keys = _joined([each.block_keys for _, each in there])
+        columns = [row, slots[place] + first, keys, pair[place], bit]
+        self._alone = np.stack(columns, 1)[pair[place] >= 0]
+        self._alone_of = np.bincount(self._alone[:, 0], minlength=self.num_rows)
 
     def _spread(self) -> None:
         """Tiles cut along their keys where there are few of them, and cells for their rows."""

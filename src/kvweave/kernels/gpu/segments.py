@@ -39,6 +39,7 @@ from kvweave.kernels.types import SegmentedRows, SharedChunk
 HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
+PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
 TURN_HEADS = 32  # that one program turns
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
@@ -300,7 +301,7 @@ class SegmentTables:
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
         self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
-        self.num_pieces = num_rows + -(-self.by_row.per_core * cores(device) // shape.num_kv_heads)
+        self.num_pieces = num_rows + -(-PIECES * cores(device) // shape.num_kv_heads)
         self.tiling = ChunkTiling(
             shape.page, self.by_row.block_n, self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once,
@@ -340,7 +341,9 @@ class SegmentTables:
         if held == self._held and self._sharing is not None:
             return True
         arrays = {
-            id(each): self._arrays.get(id(each)) or ChunkArrays(each) for each in chunks if each
+            id(each): self._arrays.get(id(each)) or ChunkArrays(each, self.tiling.row_keys)
+            for each in chunks
+            if each
         }
         of_rows = [arrays.get(number) for number in held]
         of_rows += [None] * (self.num_rows - len(of_rows))
