@@ -64,6 +64,7 @@ def main() -> None:
             except Exception as error:  # the other parts are worth having
                 result[f"{name}_error"] = f"{type(error).__name__}: {error}"
                 say(result[f"{name}_error"])
+    world.store.close()
     result["took_s"] = round(time.perf_counter() - began_s, 1)
     finish(__doc__, result, args.out)
 

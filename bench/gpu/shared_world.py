@@ -7,7 +7,6 @@ the numbers are does not matter to memory and time, and a thousand encodings wou
 import argparse
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +22,12 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
+from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 256, 32, 64
 MADE = 32  # chunks whose KV is computed
-THREADS = 12
 
 
 class SharedWorld:
@@ -122,18 +120,12 @@ class SharedWorld:
         made = []
         for part in passes([self.args.chunk_tokens] * len(some), 8192):
             made += encode_chunks(self.decoder, self.preamble, [some[i] for i in part])
-        codec = self.args.codec
-        first = pack_chunk(self._keys[0], made[0], codec)
-        total = first.header.total_bytes * len(self._keys)
+        pairs = zip(self._keys, made, strict=False)
+        packed = [pack_chunk(key, layers, self.args.codec) for key, layers in pairs]
+        total = packed[0].header.total_bytes * len(self._keys)
         store = KVStore(StoreConfig((HostTierConfig(total + GIB),)))
-
-        def save(numbered: tuple[int, ChunkKey]) -> None:
-            number, key = numbered
-            store.save(pack_chunk(key, made[number % len(made)], codec))
-
-        with ThreadPoolExecutor(THREADS) as pool:
-            for _ in pool.map(save, enumerate(self._keys)):
-                pass
+        for number, key in enumerate(self._keys):
+            store.save(replace(packed[number % len(packed)], key=key))
         return store
 
     def _ids(self, count: int) -> tuple[int, ...]:

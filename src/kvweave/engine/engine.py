@@ -82,6 +82,7 @@ class Engine:
         self._worker = Worker(
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
         )
+        self._decoder = decoder
         decoder.on_layer = self._worker.beat
         self._refusals = [
             *recordings_of(decoder).refusals,  # of what fused prompts play
@@ -212,6 +213,8 @@ class Engine:
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         self._worker.close()
+        if self._decoder.on_layer == self._worker.beat:
+            self._decoder.on_layer = lambda: None  # else it would keep this engine's pool alive
         if self._worker.is_abandoned:
             return  # its thread may still use what the others hold
         self._loader.close()
