@@ -340,11 +340,11 @@ class SegmentTables:
         held = tuple(id(each) for each in chunks)
         if held == self._held and self._sharing is not None:
             return True
-        arrays = {
-            id(each): self._arrays.get(id(each)) or ChunkArrays(each, self.tiling.row_keys)
-            for each in chunks
-            if each
-        }
+        arrays: dict[int, ChunkArrays] = {}
+        for number, each in zip(held, chunks, strict=True):
+            if each and number not in arrays:  # rows of one prompt hold the same object
+                known = self._arrays.get(number)
+                arrays[number] = known or ChunkArrays(each, self.tiling.row_keys)
         of_rows = [arrays.get(number) for number in held]
         of_rows += [None] * (self.num_rows - len(of_rows))
         sharing = Sharing(of_rows, self.tiling)
