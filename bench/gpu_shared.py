@@ -29,7 +29,7 @@ if __name__ == "__main__":
 import torch
 
 from common.gpu_world import STACK
-from common.results import finish, result_header, versions
+from common.results import finish, result_header, save_run, versions
 from common.shapes import SHAPES
 from gpu.shared_world import CHUNK_TOKENS, SharedWorld
 from kvweave.engine.engine import Engine
@@ -54,13 +54,15 @@ def main() -> None:
     parts = {
         "ttft": measure_ttft,
         "capacity": measure_capacity,
-        "throughput": measure_throughput,
         "decode": measure_decode,
+        "throughput": measure_throughput,
     }
     for name, measure in parts.items():
         if name in args.parts.split(","):
             try:
                 result |= measure(world)
+                if args.out is not None:  # a run that is cut short leaves what it has
+                    save_run(__doc__, result, args.out)
             except Exception as error:  # the other parts are worth having
                 result[f"{name}_error"] = f"{type(error).__name__}: {error}"
                 say(result[f"{name}_error"])

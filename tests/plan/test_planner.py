@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
 from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, Reuse, SpanKind
