@@ -206,10 +206,11 @@ class ChunkPages:
     def check_integrity(self, leases: Sequence[ChunkLease]) -> None:
         """Raise AssertionError unless every chunk is leased by exactly its lessees."""
         held = Counter(chunk for lease in leases for chunk in lease.chunks.values())
+        idle = set(self._idle)
         for chunk in self:
             assert chunk.leases == held[chunk], f"{chunk}: {held[chunk]} requests lease it"
             in_time = chunk.is_found and chunk.is_filled and not chunk.leases
-            assert (chunk in set(self._idle)) == in_time, f"{chunk} is among the wrong ones"
+            assert (chunk in idle) == in_time, f"{chunk} is among the wrong ones"
             assert len(chunk.pages) == self._pages_of(chunk.num_tokens), f"{chunk} has its pages"
         assert held.keys() <= set(self), "a lease on a chunk that is gone"
         assert self.num_pages == sum(len(chunk.pages) for chunk in self), "pages are counted"
