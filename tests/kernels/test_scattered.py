@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.kernels import attention, dispatch, scattered
+from kvweave.kernels import attention, scattered
 from kvweave.kernels.attention import attend
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
 from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, Reuse, SpanKind
@@ -491,3 +492,20 @@ def test_of_a_conversation_that_leaves_its_chunks_behind_the_history_alone_comes
     assert plan.strategy == "epic"
     assert planner.num_returned(left_behind, plan) == 1
     assert planner.num_returned(kept, plan) == 3
+
+
+def test_chunks_on_the_device_cost_no_loading_for_who_reads_them_there() -> None:
+    """And for who cannot, the copy in a slower tier counts, or none."""
+    sharing = StrategyInfo("epic", shares=True)
+    there = {name: Stored("isolated", "device", 0) for name in ("a300", "b300")}
+    plan = make_planner(stored=there).plan(ask("a300", "b300", strategies=(sharing,)))
+    assert plan.strategy == "epic"
+    assert [span.tier for span in plan.spans if span.kind is SpanKind.FUSED] == ["device"] * 2
+    assert plan.chosen.load_bytes == 0
+    assert plan.chosen.load is None
+    disk = make_planner(stored=on_disk("a300", "b300"), links={"disk": 1e6})
+    slow = disk.plan(ask("a300", "b300", strategies=(sharing,)))
+    assert price(plan) < price(slow)
+    apart = make_planner(stored=there).plan(ask("a300", "b300"))
+    assert apart.strategy is None
+    assert why(apart, "fused epic") is Reason.TOO_FEW_HITS

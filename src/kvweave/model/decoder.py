@@ -207,6 +207,11 @@ class Decoder:
         """RoPE angles of `positions` [R], for every layer alike."""
         return make_angles(positions, self._inv_freq, self.spec.rope.attention_factor, self.dtype)
 
+    def turn(self, positions: Tensor) -> Angles:
+        """The rotation by `positions` [R] alone, in float32: without the factor that `angles` put
+        into queries and keys already. Turns a query back by the start of a chunk."""
+        return make_angles(positions, self._inv_freq, 1.0, torch.float32)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states [R, E] of token ids [R]."""
         return F.embedding(ids, self.weights.embedding)

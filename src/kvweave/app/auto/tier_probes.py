@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek
 from kvweave.kv.store import KVStore
-from kvweave.kv.tree.node import HOST
+from kvweave.kv.tree.node import DEVICE, HOST
 from kvweave.plan.profile import TierLink, link_name
 
 WAIT_S = 0.25  # a plan waits for tiers it meets for the first time, all together
@@ -66,7 +66,7 @@ class TierProbes:
         unknown: list[_Probe] = []
         for key, peek in found:
             tier = peek.tier
-            if tier is None or tier == HOST or self._is_fresh(tier) or self._rests(tier):
+            if tier in (None, HOST, DEVICE) or self._is_fresh(tier) or self._rests(tier):
                 continue
             if tier not in self._running:
                 self._running[tier] = self._start(key, tier)
