@@ -49,6 +49,7 @@ class ResidentChunk:
     usage: UsageRecord = field(repr=False)
     ids: set[ChunkId] = field(default_factory=set)  # what requests call it
     is_filled: bool = False
+    is_rounded: bool = False  # it came from a codec that loses bits
     leases: int = 0
     is_found: bool = True  # False: deleted, or never to be found by others
     slots: NDArray[np.int64] | None = field(default=None, repr=False)  # of its tokens, when asked
@@ -69,6 +70,11 @@ class ChunkLease:
     def filled(self) -> frozenset[ChunkKey]:
         """Those whose KV is there."""
         return frozenset(key for key, chunk in self.chunks.items() if chunk.is_filled)
+
+    @property
+    def rounded(self) -> frozenset[ChunkKey]:
+        """Those whose KV is there, other than it was computed."""
+        return frozenset(key for key in self.filled if self.chunks[key].is_rounded)
 
     def drop(self, keys: Collection[ChunkKey]) -> None:
         """Lease these no more."""
@@ -143,13 +149,21 @@ class ChunkPages:
             self.num_pages += len(pages)
             self._take(chunk, lease, each.id)
 
-    def filled(self, lease: ChunkLease, cost_s: float, is_gone: Callable[[ChunkId], bool]) -> None:
-        """A pass filled what was empty of a lease; bringing it took `cost_s`. Chunks that were
-        deleted since their request found them are the request's alone."""
+    def filled(
+        self,
+        lease: ChunkLease,
+        cost_s: float,
+        is_gone: Callable[[ChunkId], bool],
+        rounded: Collection[ChunkKey] = (),
+    ) -> None:
+        """A pass filled what was empty of a lease; bringing it took `cost_s`, and a codec had
+        `rounded` some. Chunks that were deleted since their request found them are the request's
+        alone."""
         empty = [chunk for chunk in lease.chunks.values() if not chunk.is_filled]
         num_tokens = sum(chunk.num_tokens for chunk in empty)
         for chunk in empty:
             chunk.is_filled = True
+            chunk.is_rounded = chunk.key in rounded
             chunk.usage.computed(cost_s * chunk.num_tokens / num_tokens, chunk.num_tokens)
             if any(map(is_gone, chunk.ids)):
                 self._hide(chunk)

@@ -120,13 +120,15 @@ class ChunkLoader:
         """The bytes of a request that takes its step now: those that came ahead, unless a chunk
         that was in shared pages then has left them since."""
         part, stored = fused_part(sequence), sequence.stored
-        resident = frozenset[ChunkKey]() if sequence.shared is None else sequence.shared.filled
-        if stored is not None and stored.resident <= resident:
-            stored.found(resident)
-            return stored
-        if stored is not None:
-            stored.close()
-        return self.open(part, resident)
+        resident, rounded = frozenset[ChunkKey](), frozenset[ChunkKey]()
+        if sequence.shared is not None:
+            resident, rounded = sequence.shared.filled, sequence.shared.rounded
+        if stored is None or not stored.resident <= resident:
+            if stored is not None:
+                stored.close()
+            stored = self.open(part, resident)
+        stored.found(resident, rounded)
+        return stored
 
     def _resident(self, sequence: EngineSequence, part: FusedPart) -> set[ChunkKey]:
         """Chunks of a request that it would find in shared pages now."""

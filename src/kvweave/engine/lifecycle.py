@@ -265,7 +265,8 @@ class Lifecycle:
         placed = room.placed
         sequence.shared.drop([key for key in sequence.shared.chunks if key not in placed])
         cost_s = self._cost_of(made.record)
-        self._chunks.filled(sequence.shared, cost_s, partial(self._is_gone, sequence))
+        is_gone = partial(self._is_gone, sequence)
+        self._chunks.filled(sequence.shared, cost_s, is_gone, stored.rounded())
         sequence.shared.drop(room.unread)
         self.counts.add("fused_shared")
         return made

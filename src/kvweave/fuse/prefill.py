@@ -99,6 +99,7 @@ class StoredPrompt:
         self._named = named_kv(chunks, store, strategy, self._computed)
         self._wanted = [key for key, _ in self._named if key is not None]
         self.resident = frozenset(resident).intersection(self._wanted)
+        self.resident_rounded = frozenset[ChunkKey]()  # of these, what a codec rounded; see `found`
         needs = strategy.needs(num_layers)
         self._lease = store.acquire([key for key in self._wanted if key not in self.resident])
         first = sorted({*needs.key_layers, *needs.value_layers} - {0})
@@ -106,9 +107,11 @@ class StoredPrompt:
         self._started_s = started_s
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
-    def found(self, resident: Collection[ChunkKey]) -> None:
-        """More chunks lie in shared pages by now, whatever the store has of them."""
+    def found(self, resident: Collection[ChunkKey], rounded: Collection[ChunkKey]) -> None:
+        """These chunks lie in shared pages by now, whatever the store has of them; those that are
+        `rounded` came from a codec that loses bits."""
         self.resident |= frozenset(resident).intersection(self._wanted)
+        self.resident_rounded = frozenset(rounded)
 
     def arrive(self) -> None:
         """Wait until all that the strategy wants is in host memory, or lost."""
@@ -261,7 +264,7 @@ class StoredPrompt:
         waited_s: float,
     ) -> FuseRecord:
         num_exact = frame.num_exact
-        told = request.as_reused(self._rounded())
+        told = request.as_reused(self.rounded())
         lengths = [len(ids) for _, ids in self._named[:num_exact]]
         front = exact_chunk_records(lengths, len(frame.exact.token_ids))
         why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
@@ -286,12 +289,11 @@ class StoredPrompt:
             trace=made.trace,
         )
 
-    def _rounded(self) -> set[ChunkKey]:
-        """Chunks that the store gives back other than they were computed. Of those that lie on the
-        device already nobody remembers: they count as such."""
+    def rounded(self) -> set[ChunkKey]:
+        """Chunks that the store gives back other than they were computed. Blocks for headers."""
         headers = self._transfer.headers().items()
-        rounded = {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
-        return rounded | self.resident
+        loaded = {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
+        return loaded | self.resident_rounded
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:
         """Bytes by tier. What lies on the device already did not travel."""
