@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kvweave.kernels.paged_attention import attend_paged_reference
-from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.segments import Turn, attend_segments_reference
+from kvweave.kernels.rope import Angles, Turn, rotate
+from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder

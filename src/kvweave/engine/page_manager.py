@@ -15,7 +15,7 @@ from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
-from kvweave.kernels.segments import Turn
+from kvweave.kernels.rope import Turn
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV

@@ -8,6 +8,7 @@ Angles are always float32: in bf16 a position beyond a few hundred is already of
 Shapes: R rows, H heads, D head dim, r rotary dims (r <= D; the rest passes through).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ class Angles(NamedTuple):
 
     cos: Tensor  # [R, 1, r/2] in the dtype of the keys; [R, H, r/2] from `per_head`
     sin: Tensor
+
+
+Turn = Callable[[Tensor], Angles]  # of positions [R]: a rotation alone, without YaRN's factor
 
 
 def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> Angles:

@@ -15,21 +15,19 @@ one) and those keys of the chunks that stand at or before t and were not replace
 Shapes: R rows of all sequences, P pages of the pool, Hq query heads, Hk KV heads, D head dim.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvweave.kernels.attention import kernels_fit
 from kvweave.kernels.paged_attention import page_pieces
-from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.rope import Turn, rotate
 from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
 
 # Rows from which on a GPU takes the definition: its kernels are for decode and for a few rows of
 # prefill, each of which reads by itself what it does not share.
 KERNEL_ROWS = 512
-
-Turn = Callable[[Tensor], Angles]  # of positions [R]: a rotation alone, without YaRN's factor
 
 
 def attend_segments(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.kernels.segments import Turn
+from kvweave.kernels.rope import Turn
 from kvweave.kernels.types import SegmentedRows, SharedChunk
 from kvweave.model.paged_kv import KVPool, PagedKV
 

@@ -32,8 +32,7 @@ from kvweave.kernels.gpu.attention import Launch, choose, cores
 from kvweave.kernels.gpu.row_plan import stream_of
 from kvweave.kernels.gpu.segment_plan import WINDOW, ChunkArrays, ChunkTiling, Room, Sharing
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
-from kvweave.kernels.rope import Angles
-from kvweave.kernels.segments import Turn
+from kvweave.kernels.rope import Angles, Turn
 from kvweave.kernels.types import SegmentedRows, SharedChunk
 
 HIDDEN = tl.constexpr(float("-inf"))
