@@ -449,6 +449,12 @@ QUOTED = [
     *quoted(
         "gpu.md",
         ("`EngineConfig.recorded_rows` rows ({};", "engine.config:EngineConfig().recorded_rows"),
+        ("`gpu/segments.py`, for up to {} rows", "kernels.segments:KERNEL_ROWS"),
+        (
+            "more than {} chunks per row and {} besides",
+            "model.step_attention:CHUNKS",
+            "model.step_attention:SPARE_CHUNKS",
+        ),
         (
             "then up to {} in at most {} MiB",
             "fuse.transfer.groups:word(GROUP_LAYERS)",
