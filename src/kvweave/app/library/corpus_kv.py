@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 BATCH = 256  # chunks looked at together
 RATE_OF = 32  # chunks that the time left is estimated from
-RETRY_S = 15.0  # until what no tier took is tried again; twice as long each time nothing is taken
+RETRY_S = 15.0  # until one of those that no tier took is tried again; twice as long each time
 LONGEST_RETRY_S = 600.0
 
 
@@ -156,14 +156,18 @@ class CorpusKV:
             self._generation = generation
 
     def _try_again(self) -> None:
-        """A tier that took nothing may be well again: nobody tells."""
+        """A tier that took nothing may be well again, and nobody tells: one chunk finds out. The
+        others wait for it, so that a broken disk does not have all of them computed in vain."""
         with self._lock:
-            if not self._unkept or time.monotonic() < self._retry_s:
-                return
-            self._left -= self._unkept
-            self._unkept = set()
-            if not self._left:
-                self._why = ""
+            if self._unkept and time.monotonic() >= self._retry_s:
+                self._left.discard(self._unkept.pop())
+                self._num_retries += 1
+                self._put_off()
+
+    def _put_off(self) -> None:
+        """Lock is held."""
+        wait_s = min(RETRY_S * 2**self._num_retries, LONGEST_RETRY_S)
+        self._retry_s = time.monotonic() + wait_s
 
     def _take_in(self, chunks: Sequence[Chunk]) -> None:
         encoder = self._kv.encoder
@@ -239,13 +243,13 @@ class CorpusKV:
             if peek.residency is Residency.ABSENT:
                 self._missing[chunk.id] = tokens
                 self._leave(chunk.id, "it could not be kept")
-                if not self._unkept:
-                    wait_s = min(RETRY_S * 2**self._num_retries, LONGEST_RETRY_S)
-                    self._retry_s = time.monotonic() + wait_s
-                    self._num_retries += 1
                 self._unkept.add(chunk.id)
+                self._put_off()
             else:
-                self._num_retries = 0
+                self._left -= self._unkept
+                self._unkept, self._num_retries = set(), 0
+                if not self._left:
+                    self._why = ""
                 self._sizes[chunk.id] = peek.size_bytes or encoder.plain_bytes(tokens)
 
     def failed(self, chunk: Chunk, error: Exception) -> None:
