@@ -54,7 +54,8 @@ lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with ha
 	  >> requirements.lock.new
 	@mv requirements.lock.new requirements.lock
 
-test-clients: $(CLIENTS)/.clients models  ## openai, LangChain, LlamaIndex, litellm and llm against a real server: docs/clients.md
+# no models: the servers of these tests have tiny ones
+test-clients: $(CLIENTS)/.clients  ## openai, LangChain, LlamaIndex, litellm and llm against a real server: docs/clients.md
 	$(CLIENTS)/bin/python -m pytest tests/clients
 
 check: $(VENV)/.dev  ## format, lint and type check

@@ -3,9 +3,10 @@
 The 40 questions of the packaged valley (`kvweave demo`), half of them over two passages, through
 the product as it is opened by default: MiniLM finds the 5 nearest chunks, the model answers. An
 answer is right if a known one stands in it as words of its own. Drawn greedily, so that a run can
-be repeated. `found` is the share of questions whose passages were all among the chunks: no way of
-prefill can answer more of them but by luck. Ways that leave nothing exact behind are asked first,
-`auto` last: it would find what the others computed, and they what it did.
+be repeated. `found` is the share of questions whose passages were all among the chunks, by what the
+answer itself names as its sources: no way of prefill can answer more of them but by luck. Ways that
+leave nothing exact behind are asked first, `auto` last: it would find what the others computed, and
+they what it did.
 
     python bench/answers.py --model qwen2.5-coder-0.5b --model smollm2 \
         --out bench/results/answers-cpu.json
@@ -28,15 +29,19 @@ from common.results import finish, result_header
 from kvweave.app.question import parse_reuse
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import ModelChoice
-from kvweave.demo import PASSAGES, DemoQuestion, read_questions
+from kvweave.demo import PASSAGES, DemoQuestion, read_questions, titles_of
 
 
 class Asked(NamedTuple):
     """One question, asked in one way."""
 
     question: DemoQuestion
-    is_found: bool  # all its passages were among the chunks
     answer: Answer
+
+    @property
+    def is_found(self) -> bool:
+        """Whether all passages that it needs are sources of the answer."""
+        return titles_of(self.question) <= {source.title for source in self.answer.sources}
 
     @property
     def is_right(self) -> bool:
@@ -89,16 +94,9 @@ def ask_all(
             asked = []
             for question in track(questions, f"{Path(model).name}: {way}", transient=True):
                 answer = weave.ask(question.question, reuse=reuse, ratio=ratio, sampling=sampling)
-                asked.append(Asked(question, is_found(weave, question), answer))
+                asked.append(Asked(question, answer))
             figures[way] = figures_of(asked)
     return figures
-
-
-def is_found(weave: Weave, question: DemoQuestion) -> bool:
-    """Whether all passages that it needs are among the chunks that a question gets."""
-    found = {hit.chunk.title for hit in weave.search(question.question)}
-    titles = {(PASSAGES / f"{stem}.md").read_text().splitlines()[0] for stem in question.passages}
-    return {title.removeprefix("# ") for title in titles} <= found
 
 
 def figures_of(asked: Sequence[Asked]) -> dict[str, Any]:

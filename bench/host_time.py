@@ -147,7 +147,8 @@ def through_ring(
     """As `open_source` does it for a GPU."""
     needs = strategy.needs(SPEC.num_layers)
     order, at_once = taking_order(needs, SPEC.num_layers), needs.probe in ("none", "full")
-    yield pipeline.PipelinedChunks(decoder, placed, layers, RING, order, 0.0, begins=at_once)
+    ahead = pipeline.LookAhead(order, 0.0, begins=at_once)
+    yield pipeline.PipelinedChunks(decoder, placed, layers, RING, ahead)
     RING.finish()
 
 

@@ -34,7 +34,10 @@ ROOMS: dict[str, set[str]] = {
     "kv/format": {"kernels", "kv"},
     "kv/tiers": {"kv", "kv/format"},
     "kv/tree": {"kv"},
-    "fuse": {"kernels", "kv", "kv/format", "fuse/encode", "fuse/transfer", "fuse/selectors"},
+    "fuse": {
+        *("kernels", "kernels/native", "kv", "kv/format"),
+        *("fuse/encode", "fuse/transfer", "fuse/selectors"),
+    },
     "fuse/encode": {"text", "kernels", "kv", "kv/format", "fuse"},
     "fuse/selectors": {"kernels", "kv", "fuse", "fuse/encode"},
     "fuse/transfer": {"kernels", "kv", "kv/format", "fuse", "fuse/selectors"},

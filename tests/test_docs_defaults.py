@@ -127,6 +127,7 @@ QUOTED = [
         ("Texts of up to {} KiB are parsed", "corpus.parsers.apart:SHORT_BYTES >> 10"),
     ),
     *quoted("server.md", ("| `messages` | {} at most;", "serve.wire.base:MOST_MESSAGES")),
+    *quoted("server.md", ("the model may call, {} at most:", "text.tool_calls:MOST_TOOLS")),
     *quoted("fleet.md", ("at most {:g} times the mean", "config:GatewaySettings().load_factor")),
     *quoted(
         "gateway.md",
@@ -238,7 +239,7 @@ QUOTED = [
             "engine.config:ON_CPU['page_tokens']",
             "engine.config:ON_DEVICE['page_tokens']",
         ),
-        ("a quarter of the memory by default", "engine.page_manager:MEMORY_SHARE == 1 / 4"),
+        ("a quarter of the memory by default", "engine.config:EngineConfig().pool_share == 1 / 4"),
         ("requests computed at once, {} |", "engine.config:EngineConfig().max_running"),
         (
             "while none does: {} and {:,} on a CPU, {:,} and {:,} on a GPU",

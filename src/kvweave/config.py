@@ -168,7 +168,8 @@ class EngineSettings(ConfigSection):
     background_rows: Count | None = unset("what the device likes")  # of a step in idle time
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
-    recorded_rows: Count0 | None = unset("64")  # decode steps up to this are CUDA graphs; 0: none
+    share_chunks: bool | None = unset("true beside a GPU")  # chunk KV once for all requests
+    recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,7 @@ class ServerSettings(ConfigSection):
     allowed_hosts: tuple[str, ...] | None = unset("its address alone")
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
     aliases: tuple[str, ...] | None = unset("its own name alone")  # other names of the model
+    models: tuple[str, ...] | None = unset("none")  # served beside `model.model`
     log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
     # from which level on lines are written
     log_level: Literal["debug", "info", "warning", "error"] | None = unset(

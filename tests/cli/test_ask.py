@@ -91,6 +91,23 @@ def test_json_names_the_sources(run: Run, chat_model_folder: Path, tmp_path: Pat
     assert said["full_ms"] is None or said["full_ms"] > 0
 
 
+def test_a_history_is_what_was_said_before(
+    run: Run, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    said = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]
+    (tmp_path / "said.json").write_text(json.dumps(said))
+    typed = ("ask", "how?", "--model", chat_model_folder, "--max-tokens", 4, "--json")
+    ran = run(*typed, "--history", tmp_path / "said.json")
+    weave = Weave.open(model=str(chat_model_folder))
+    answer = weave.ask("how?", history=said, sampling=Sampling(max_tokens=4))
+    told = json.loads(ran.out)
+    assert (told["answer"], told["query"]) == (answer.text, None)
+    assert told["usage"]["prompt_tokens"] == answer.prompt_tokens
+    for text in ("{", '"x"'):
+        (tmp_path / "bad.json").write_text(text)
+        assert "--history" in refused(run("ask", "q", "--history", tmp_path / "bad.json"))
+
+
 def test_stdin_is_a_document_and_the_answer_streams_to_a_pipe(
     run_alone: Run, chat_model_folder: Path
 ) -> None:
@@ -157,6 +174,8 @@ def test_a_folder_is_not_a_file(run: Run, tmp_path: Path) -> None:
             ["q", "--ratio", "0.2"],
             "--ratio takes the stored chunk KV of a knowledge base; add --kb",
         ),
+        (["q", "--rewrite"], "--rewrite is about a follow-up; say what was said before: --history"),
+        (["q", "--history", "missing.json"], "cannot read 'missing.json'"),
         (["q", "--reuse", "weave"], "--reuse takes the stored chunk KV of a knowledge base"),
         (["q", "--no-such-option"], "--no-such-option"),
         ([], "Missing argument 'QUESTION'. Try: kvweave ask --help"),

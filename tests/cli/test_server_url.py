@@ -75,6 +75,10 @@ def test_a_question_is_answered_there_with_its_sources(notes: KbServer) -> None:
     told = reply["sources"]
     assert isinstance(told, list)
     assert told[0]["title"] == "Zorbs"
+    history = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]'
+    more = ("--history", "-", "--rewrite", "--json")
+    followed = json.loads(kvweave(notes, *asked, *more, stdin=history).stdout)
+    assert followed["query"] is not None, "the model was asked for it"
     plain = kvweave(notes, *asked, "--cite", "--chunks", "1")
     assert plain.exit_code == 0
     assert "[1] Zorbs" in plain.stderr

@@ -1,6 +1,7 @@
 """Each kind of file gives its text; each kind of bad file gives a reason."""
 
 import io
+import json
 import time
 import zipfile
 from pathlib import Path
@@ -129,6 +130,35 @@ def test_a_table_with_a_text_column_is_a_document_per_row() -> None:
         ParsedRecord("id:7", "Drain", "Cordon first"),
         ParsedRecord("id:8", "Taint", "a, b"),
     ]
+
+
+def test_rows_carry_metadata_of_their_own() -> None:
+    table = "text,metadata.year,Metadata.kind,metadata\nA zorb.,2024,tool,x\nA blint.,,,\n"
+    first, second = read("x.csv", table)
+    assert (json.loads(first.metadata), second.metadata) == ({"kind": "tool", "year": 2024}, "")
+    rows = [{"text": "A zorb.", "metadata": {"year": 2024, "kind": "7"}}, {"text": "A blint."}]
+    for name, data in (
+        ("x.jsonl", "\n".join(map(json.dumps, rows))),
+        ("x.json", json.dumps(rows)),
+    ):
+        first, second = read(name, data)
+        assert json.loads(first.metadata) == {"kind": "7", "year": 2024}, "a text stays one"
+        assert second.metadata == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("x.jsonl", '"a"\n{"text": "b", "metadata": "c"}', "line 2: metadata is no object"),
+        ("x.jsonl", '{"text": "b", "metadata": {"a b": 1}}', "line 1: 'a b' is no key"),
+        ("x.json", '[{"text": "b", "metadata": {"a": [1]}}]', "object 1: "),
+        ("x.csv", "text,metadata.a b\nx,1\n", "row 1: 'a b' is no key"),
+    ],
+)
+def test_metadata_that_cannot_be_names_its_row(name: str, data: str, says: str) -> None:
+    with pytest.raises(CorpusError) as seen:
+        read(name, data)
+    assert says in str(seen.value)
 
 
 def test_another_table_is_one_document_with_a_line_per_row() -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,11 +20,11 @@ from kvweave.engine.runner import Runner
 from kvweave.errors import ConfigError
 from kvweave.kernels import recording
 from kvweave.kernels.recording import count_refusals
+from kvweave.kernels.types import SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import (
-    PageArrays,
     RecordedDecode,
     StepResult,
     is_decode,
@@ -31,6 +32,8 @@ from kvweave.model.recorded_decode import (
     padded_rows,
 )
 from kvweave.model.rows import Rows
+from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.model.step_attention import CHUNKS, SPARE_CHUNKS, PageArrays
 from worlds.engine import SMALL, alone, ids, plain, tokens
 from worlds.recordings import without_kernels
 
@@ -220,6 +223,63 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
         "recordings_without_memory": 2,
     }
     assert caplog.text.count("decoding of 4 rows cannot be recorded for want of memory") == 1
+
+
+def sharing(decoder: Decoder, pool: KVPool, own: int, chunks: Sequence[SharedChunk]) -> Rows:
+    """A sequence of 3 own rows, chunks of 6 tokens, and the row that decodes; pages `own` on."""
+    kv = SegmentedKV(PagedKV(pool, [own, own + 1]), decoder.turn)
+    end = 3 + 6 * len(chunks)
+    gone = [
+        c.start + int(j) for c in chunks if c.replaced is not None for j in c.replaced.nonzero()
+    ]
+    kv.lay_out(np.array([0, 1, 2, *gone]), chunks, end)
+    return Rows([5 + own], [end], kv, [0])
+
+
+def test_steps_over_shared_chunks_are_recorded_beside_plain_ones(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk at two places, one with a replaced row, and a sequence that shares nothing."""
+    without_kernels(monkeypatch)
+    torch.manual_seed(0)
+    pool = make_pool(decoder)
+    pool.keys.normal_()
+    pool.values.normal_()
+    gone = torch.tensor([False, True, False, False, False, False])
+    first = SharedChunk([0, 1], 6, 3)
+    second = SharedChunk([2, 3], 6, 9, gone)
+    batch = [
+        sharing(decoder, pool, 4, [first, second]),
+        sharing(decoder, pool, 6, [second._replace(start=3, replaced=None)]),
+        decoding(pool, [8, 9], 6),
+    ]
+    recorded = RecordedDecode(decoder, pool, 8)
+    apart = [batch[2], decoding(pool, [10], 2), decoding(pool, [11], 1)]
+    for each in (batch, apart):
+        assert recorded.play(each) is None, "the first of its kind is computed plainly"
+    for each in (batch, apart, batch):
+        wanted = decoder.forward(each)
+        played = recorded.play(each)
+        assert played is not None
+        torch.testing.assert_close(played.logits, wanted)
+    assert recorded.sizes == [4]
+    assert recorded.num_played == 3
+
+
+def test_more_chunks_than_a_recording_has_room_for_are_decoded_plainly(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernels(monkeypatch)
+    pool = make_pool(decoder)
+    recorded = RecordedDecode(decoder, pool, 8)
+    chunk = SharedChunk([0, 1], 6, 3)
+    few, many = (
+        sharing(decoder, pool, 4, [chunk._replace(start=3 + 6 * i) for i in range(n)])
+        for n in (2, CHUNKS + SPARE_CHUNKS + 1)
+    )
+    assert [recorded.play([each]) is None for each in (few, few, many, few)] == [
+        *(True, False, True, False)
+    ]
 
 
 def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:

@@ -11,6 +11,8 @@ import torch
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.sources import ChunkLost, StoredChunks
 from kvweave.fuse.stitched import Stitched
+from kvweave.kernels import dispatch
+from kvweave.kernels.native.loading import native_kernels
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.model.decoder import Decoder
@@ -30,11 +32,26 @@ def packed(world: World) -> Packed:
     return Packed({key: pack_chunk(key, made) for key, made in placed.items()})
 
 
+def compile_kernels() -> None:
+    library, words = native_kernels()
+    if library is None:
+        pytest.skip(words)
+
+
 @pytest.mark.parametrize("missing", [(), {2}])
+@pytest.mark.parametrize("is_compiled", [False, True])
 def test_stored_chunks_are_laid_as_computed_ones(
-    decoder: Decoder, missing: Collection[int], monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder,
+    missing: Collection[int],
+    is_compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without a gap they are moved on the way, before their keys are turned."""
+    """Without a gap and without compiled kernels they are moved on the way, before their keys are
+    turned."""
+    if is_compiled:
+        compile_kernels()
+    else:
+        monkeypatch.setattr(dispatch, "loaded_library", lambda: None)
     chunks = [CHUNKS[0], CHUNKS[2], CHUNKS[3], CHUNKS[2]]
     world = World(decoder, chunks=chunks, missing=missing)
     stored = replace(world)
@@ -51,7 +68,23 @@ def test_stored_chunks_are_laid_as_computed_ones(
         # turned and then moved is moved and then turned, to rounding
         tolerance = 2e-5 if name.startswith("weave") else 1e-6
         assert_same(stored.fuse(name, 0.3)[1], world.fuse(name, 0.3)[1], tolerance=tolerance)
-    assert bool(changed) is not bool(missing)
+    assert bool(changed) is (not missing and not is_compiled)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "bf16"])
+def test_every_codec_is_laid_alike_with_and_without_compiled_kernels(
+    decoder: Decoder, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_kernels()
+    world = World(decoder, missing={2})
+    placed = {span.key: made for span, made in zip(world.request.placed, world.made, strict=True)}
+    stored = Packed({key: pack_chunk(key, made, codec) for key, made in placed.items()})
+    world.source = StoredChunks(decoder, world.request.placed, stored)  # type: ignore[assignment]
+    found = world.fuse("weave-deep", 0.3)[1]
+    assert StoredChunks(decoder, world.request.placed, stored).placer is not None
+    monkeypatch.setattr(dispatch, "loaded_library", lambda: None)
+    assert StoredChunks(decoder, world.request.placed, stored).placer is None
+    assert_same(found, world.fuse("weave-deep", 0.3)[1], tolerance=2e-5)
 
 
 def test_stored_bytes_are_never_written(decoder: Decoder) -> None:

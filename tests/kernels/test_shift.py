@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.kernels.shift import Run, shift, shift_runs
+from kvweave.kernels.shift import ChunkRuns, shift, shift_runs
 
 BOUNDS = [(4, 7), (11, 13)]
 ROW, CHUNK = torch.tensor([4, 5, 6, 11, 12]), torch.tensor([0, 0, 0, 1, 1])
@@ -27,7 +27,8 @@ def test_rows_move_by_their_chunks_vector_and_no_others(
         want_v[row] = (values[row].float() + by_v[c]).to(dtype)
     if by_runs:
         of_chunk = [Angles(turn.cos[:3], turn.sin[:3]), Angles(turn.cos[3:], turn.sin[3:])]
-        runs = [Run.of(start, own, 16) for (start, _), own in zip(BOUNDS, of_chunk, strict=True)]
+        starts = [start for start, _ in BOUNDS]
+        runs = ChunkRuns.of(list(zip(starts, of_chunk, strict=True)), 16)
         shift_runs(keys, values, by_k, by_v, runs)
     else:
         shift(keys, values, by_k, by_v, CHUNK, ROW, turn)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
 from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, Reuse, SpanKind
@@ -440,6 +441,23 @@ def test_the_chance_of_a_close_call_is_paid_for() -> None:
     assert fused.reason is Reason.GAIN_TOO_SMALL or fused.reason is Reason.DEARER
 
 
+def test_close_calls_that_are_seen_end_fusing_and_it_is_tried_again_later() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5, close=0.05))
+    request = ask("a300", "b300")
+    first = planner.plan(request)
+    assert first.strategy == "epic"
+    for turn in range(40):
+        # other paths: what comes back is computed once, which is another reason
+        other = ask(f"x{turn}")
+        planner.finished(other, replace(first, order=other.chunks), was_close=turn % 4 > 0)
+    exact = planner.plan(request)
+    assert exact.strategy is None
+    for turn in range(200):
+        other = ask(f"y{turn}")
+        planner.finished(other, replace(exact, order=other.chunks))
+    assert planner.plan(request).strategy == "epic"
+
+
 def test_a_conversation_is_computed_exactly_as_soon_as_as_many_turns_more_pay_it_back() -> None:
     planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5))
     request = ask("a300", "b300")
@@ -474,3 +492,20 @@ def test_of_a_conversation_that_leaves_its_chunks_behind_the_history_alone_comes
     assert plan.strategy == "epic"
     assert planner.num_returned(left_behind, plan) == 1
     assert planner.num_returned(kept, plan) == 3
+
+
+def test_chunks_on_the_device_cost_no_loading_for_who_reads_them_there() -> None:
+    """And for who cannot, the copy in a slower tier counts, or none."""
+    sharing = StrategyInfo("epic", shares=True)
+    there = {name: Stored("isolated", "device", 0) for name in ("a300", "b300")}
+    plan = make_planner(stored=there).plan(ask("a300", "b300", strategies=(sharing,)))
+    assert plan.strategy == "epic"
+    assert [span.tier for span in plan.spans if span.kind is SpanKind.FUSED] == ["device"] * 2
+    assert plan.chosen.load_bytes == 0
+    assert plan.chosen.load is None
+    disk = make_planner(stored=on_disk("a300", "b300"), links={"disk": 1e6})
+    slow = disk.plan(ask("a300", "b300", strategies=(sharing,)))
+    assert price(plan) < price(slow)
+    apart = make_planner(stored=there).plan(ask("a300", "b300"))
+    assert apart.strategy is None
+    assert why(apart, "fused epic") is Reason.TOO_FEW_HITS

@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kvweave.kernels.paged_attention import attend_paged_reference
-from kvweave.kernels.types import PagedSegment
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.segments import Turn, attend_segments_reference
+from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import StepResult
@@ -60,6 +62,54 @@ def attend_plainly(
     return out
 
 
+class PlainSegmentTables:
+    """As kernels/gpu/segments.SegmentTables, which needs Triton."""
+
+    def __init__(self, num_rows: int, room: int, *_: object) -> None:
+        self.num_rows, self.room = num_rows, room
+        self.chunks: list[Sequence[SharedChunk]] = []
+        self.own_keys: list[int] = []
+
+    def hold(self, chunks: Sequence[Sequence[SharedChunk]]) -> bool:
+        if sum(map(len, chunks)) > self.room:
+            return False
+        self.chunks = list(chunks)
+        return True
+
+    def update(
+        self, own_keys: Sequence[int], own_pages: Sequence[ArrayLike], rows: ArrayLike
+    ) -> None:
+        self.own_keys = list(own_keys)
+        self.own_pages = [np.asarray(table).tolist() for table in own_pages]
+        assert len(self.own_keys) == len(self.chunks), "what a row holds is told before"
+        self.rows = torch.tensor(rows, dtype=torch.int32)
+
+
+def attend_segments_plainly(
+    q: Tensor,
+    tables: PlainSegmentTables,
+    turn: Turn,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    at: Angles,
+) -> Tensor:
+    """As kernels/gpu/segments.attend_tables. A step has nothing but the decoder's turn."""
+    num = len(tables.own_keys)
+    out = torch.zeros_like(q)
+    if num:
+        rows = [
+            SegmentedRows(i, i + 1, PagedSegment(i, i + 1, table), chunks)
+            for i, (table, chunks) in enumerate(zip(tables.own_pages, tables.chunks, strict=True))
+        ]
+        behind = torch.full((num,), 1 << 30)  # everything stands in front of rows that decode
+        ranks = torch.tensor(tables.own_keys) - 1
+        turned = rotate(q, at)[:num]
+        out[:num] = attend_segments_reference(
+            turned, behind, ranks, rows, key_pages, value_pages, turn
+        )
+    return out
+
+
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings compute anew at every step."""
     monkeypatch.setattr(recorded_decode, "StepGraph", EagerGraph)
@@ -72,3 +122,10 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.DecodeTables = PlainTables  # type: ignore[attr-defined]
     stand_in.attend_decode = attend_plainly  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.decode", stand_in)
+    shared = ModuleType("kvweave.kernels.gpu.segments")
+    shared.SegmentTables = PlainSegmentTables  # type: ignore[attr-defined]
+    shared.Shape = lambda *_: None  # type: ignore[attr-defined]
+    shared.room_for_rows = lambda rows, tokens, chunks, *_: chunks  # type: ignore[attr-defined]
+    shared.begin_step = lambda tables, turn: turn  # type: ignore[attr-defined]
+    shared.attend_tables = attend_segments_plainly  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.segments", shared)

@@ -1,7 +1,7 @@
 """What answers, as the server sees it: a model in this process, or engines elsewhere.
 
-    ModelHost     answers without a knowledge base, and opens one     Weave, Gateway
-    LibraryHost   answers from one open knowledge base                Weave, RoutedLibrary
+    ModelHost     answers without a knowledge base, and opens one     Weave, ModelSet, Gateway
+    LibraryHost   answers from one open knowledge base                Weave, …, RoutedLibrary
     PieceStream   an answer in the making                             AnswerStream, RoutedAnswer
 
 `serve/` and `app/libraries/` know no more of those than this. Any thread may call any of it, and
@@ -17,7 +17,7 @@ from kvweave.app.answer.piece_stream import PieceStream as PieceStream
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, KVTransfer
+from kvweave.app.question import AskOptions, ChatOptions, KVTransfer
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
 
@@ -86,11 +86,11 @@ class LibraryHost(Protocol):
 
 
 class ModelHost(Protocol):
-    """Answers with one model, wherever that is computed."""
+    """Answers with one model or several, wherever that is computed."""
 
     @property
     def local(self) -> "Weave | None":
-        """The same, where the model is in this process."""
+        """The same, where the model is in this process; the usual one of several."""
         ...
 
     @property
@@ -103,6 +103,15 @@ class ModelHost(Protocol):
     def models(self) -> Mapping[str, int | None]:
         """What a request may name as its `model`, the usual one first, with the context of each.
         Does not block."""
+        ...
+
+    def models_of(self, folder: Path) -> Sequence[str]:
+        """Which of `models` are listed for a knowledge base; none: it is of another tokenizer."""
+        ...
+
+    @property
+    def engines(self) -> "Sequence[Weave]":
+        """Those whose engine is in this process; the first is `local`."""
         ...
 
     def why_unready(self) -> str | None:
@@ -132,13 +141,7 @@ class ModelHost(Protocol):
         """As `LibraryHost.check_strategy`."""
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        model: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> PieceStream: ...
 
     def complete(

@@ -15,6 +15,9 @@ from kvweave.fuse.strategy import NAMES
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
+from kvweave.text.tool_calls import MOST_TOOLS as MOST_TOOLS
+from kvweave.text.tool_calls import TOOL_CHOICES as TOOL_CHOICES
+from kvweave.text.tool_calls import Message, ToolUse
 from kvweave.types import ChunkId
 
 TOP_K = 5  # chunks that are put in front of a question
@@ -50,9 +53,25 @@ class AskOptions(TypedDict, total=False):
     query: str | None
     nothing_found: NothingMode | None
     cite: bool
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    since: Sequence[Message]
     watched: int
     forced: Sequence[int]
     alone: bool
+
+
+class ChatOptions(TypedDict, total=False):
+    """Keyword arguments of `Weave.chat`; `Question` says what each means."""
+
+    sampling: Sampling | None
+    reuse: str | None
+    tenant: str
+    model: str | None
+    tools: Sequence[Mapping[str, Any]]
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +81,7 @@ class PlainOptions:
     sampling: Sampling | None = None  # None: as the Weave draws
     reuse: str | None = None  # "full" computes all of it; else what is exact is reused
     tenant: str = ""  # whose it is; "": the Weave's own
+    tool_use: ToolUse | None = None  # what the model may call; None: nothing
 
     def __post_init__(self) -> None:
         if self.reuse not in (None, *PLAIN_REUSES):
@@ -69,6 +89,15 @@ class PlainOptions:
             raise RequestError(
                 f"reuse {self.reuse!r} needs chunks; a prompt without any takes {known}"
             )
+
+    @classmethod
+    def of(cls, options: ChatOptions) -> "PlainOptions":
+        """Those of a chat. Raises RequestError for tools that cannot be meant."""
+        tools, choice = options.get("tools", ()), options.get("tool_choice")
+        parallel = options.get("parallel_tool_calls", True)
+        use = ToolUse.parse(tools, choice, parallel=parallel)
+        sampling, reuse = options.get("sampling"), options.get("reuse")
+        return cls(sampling, reuse, options.get("tenant", ""), use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +156,11 @@ class Question:
     query: str | None = None  # what is searched for; None: the question
     nothing_found: NothingMode | None = None  # "say" so, or "answer" from nothing
     cite: bool = False  # put the numbers of sources behind the answer's sentences
+    # what the model may call, as OpenAI's API has it: see `text/tool_calls.py`
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None  # None: as the model likes
+    parallel_tool_calls: bool = True  # several calls in one answer are welcome
+    since: Sequence[Message] = ()  # what was called for this question before, and its results
     # for measurements: what the model thought of the first so many tokens (`Answer.watched`), an
     # answer that is put into its mouth instead of a drawn one, and whether the prompt reads nothing
     # of the knowledge tree and leaves nothing there
@@ -148,7 +182,8 @@ class Question:
         if self.nothing_found not in (None, *get_args(NothingMode)):
             known = ", ".join(get_args(NothingMode))
             raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
-        _ = self.search
+        _ = self.search, self.tool_use
+        check_since(self.since)
         if self.reuse == AUTO and self.ratio is not None:
             raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
         refuse_empty(self.question)
@@ -167,6 +202,11 @@ class Question:
         """How chunks are found. Raises RequestError if it cannot be meant."""
         wanted = MetadataFilter.parse(self.filter)
         return SearchOptions(self.retrieval or "vector", self.min_score, wanted, self.reranker)
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the model may call; None: nothing. Raises RequestError if it cannot be meant."""
+        return ToolUse.parse(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     @property
     def searched(self) -> str:
@@ -247,6 +287,15 @@ def check_order(order: str | None) -> None:
     """Raises RequestError where this is no OrderPermission."""
     if order is not None and order not in list(OrderPermission):
         raise RequestError(f"order {order!r} is unknown; known: {', '.join(OrderPermission)}")
+
+
+def check_since(since: Sequence[Message]) -> None:
+    """Raises RequestError where these are no calls and their results."""
+    roles = [message.get("role") for message in since]
+    if roles and (set(roles) != {"assistant", "tool"} or roles[-1] != "tool"):
+        raise RequestError(
+            "behind the last question stand calls of the assistant and their results, a result last"
+        )
 
 
 def parse_reuse(text: str | None) -> tuple[str | None, float | None]:

@@ -22,6 +22,7 @@ from kvweave.app.answer.answerer import Answerer, AnswerSettings
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
+from kvweave.app.answer.tool_answer import ToolAnswer
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
@@ -31,6 +32,7 @@ from kvweave.app.question import (
     REUSES,
     TOP_K,
     AskOptions,
+    ChatOptions,
     KVTransfer,
     PlainOptions,
     Question,
@@ -60,6 +62,7 @@ from kvweave.text.prompt import (
     plain_prompt,
     spanned_prompt,
 )
+from kvweave.text.tool_calls import ToolCall, texts_of_tools
 
 if TYPE_CHECKING:
     from kvweave.app.answer.answer_details import AnswerDetails
@@ -89,6 +92,7 @@ __all__ = [
     "Piece",
     "Sampling",
     "TokenLogprob",
+    "ToolCall",
     "Weave",
 ]
 
@@ -163,12 +167,15 @@ class Weave:
         *,
         embedder: str | None = None,
         background_kv: bool = False,
+        engine: EngineConfig | None = None,
     ) -> Self:
         """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
-        variables. With `background_kv` it says as well whether and how that is made."""
+        variables. With `background_kv` it says as well whether and how that is made. `engine` goes
+        before the configuration's."""
         if kb is not None:
             check_store(config.store)
-        runtime = ModelRuntime.open(config.model, EngineConfig(**given(config.engine)))
+        engine = engine or EngineConfig(**given(config.engine))
+        runtime = ModelRuntime.open(config.model, engine)
         settings = AnswerSettings.of(config)
         if kb is None:
             return cls(runtime, settings=settings)
@@ -302,7 +309,8 @@ class Weave:
         `min_score` are left out, and a `filter` takes those of documents with such metadata.
         `rewrite` has the model put a follow-up so that a search understands it (`Answer.query`).
         Where nothing is found the answer says so (`Answer.nothing_found`), unless `nothing_found`
-        is "answer". `cite` puts numbers of sources behind sentences.
+        is "answer". `cite` puts numbers of sources behind sentences. `tools` are as in `chat`; the
+        calls that the model made for this very question, and their results, are `since`.
         """
         return self.stream(question, **options).finish()
 
@@ -337,26 +345,28 @@ class Weave:
         return self._answerer.plan(Question(question, **options))
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        model: str | None = None,
-    ) -> AnswerStream:
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> PieceStream:
         """Continue a conversation of {"role", "content"} messages. What is exact of earlier turns,
         or of others of the `tenant` that began alike, is not computed again unless `reuse` is
-        "full"."""
+        "full".
+
+        `tools` are functions that the model may call, as OpenAI's API has them; `Answer.tool_calls`
+        has what it calls. An assistant's message brings its calls back as "tool_calls", and their
+        results are messages of the role "tool"."""
         called_s = time.perf_counter()
-        self._refuse_other(model)
+        self._refuse_other(options.get("model"))
         if not messages:
             raise RequestError("messages is empty; send at least one")
+        plain = PlainOptions.of(options)
+        use = plain.tool_use
         tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
+        contents += texts_of_tools(() if use is None else use.tools, messages)
         refuse_long(tokenizer, contents, self.max_context)
-        prompt = chat_prompt(tokenizer, messages)
-        options, last = PlainOptions(sampling, reuse, tenant), str(messages[-1].get("content", ""))
-        return self._answerer.plain(prompt, options, called_s, last)
+        prompt = chat_prompt(tokenizer, messages, use)
+        last = str(messages[-1].get("content", ""))
+        made = self._answerer.plain(prompt, plain, called_s, last)
+        return made if use is None else ToolAnswer(made, use)
 
     def complete(
         self,
@@ -422,6 +432,10 @@ class Weave:
         """The one that is loaded, and its context. A gateway may have several."""
         return {self.model_name: self.max_context}
 
+    def models_of(self, folder: Path) -> list[str]:
+        """The one that is loaded; whether it fits is found out when it is opened."""
+        return [self.model_name]
+
     def why_unready(self) -> None:
         """Nothing: what is wrong with the engine is found by those who watch it."""
 
@@ -453,6 +467,11 @@ class Weave:
     def local(self) -> "Weave":
         """Itself: the model is in this process."""
         return self
+
+    @property
+    def engines(self) -> "tuple[Weave, ...]":
+        """Itself alone."""
+        return (self,)
 
     @property
     def takes_transfer(self) -> bool:

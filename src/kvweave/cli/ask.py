@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 # keys that are fields of a chat request by the same name
 OF_REQUEST = {
     *("library.k", "library.retrieval", "library.min_score", "library.nothing_found"),
+    "library.rewrite",
     *("quality.order",),
 }
 LOOPED = "stopped: the answer only repeated itself; --no-stop-loops lets it go on"
@@ -60,6 +61,7 @@ class AskArguments:
     stop: tuple[str, ...]
     filters: tuple[str, ...]
     cite: bool
+    history: Path | None
     json_schema: Path | None
     as_json: bool
     stats: bool
@@ -97,6 +99,17 @@ class Waited(NamedTuple):
     "--nothing-found",
     type=click.Choice(["say", "answer"]),
     help="Where no chunk is found: say so, or answer from nothing (say).",
+)
+@click.option(
+    "--history",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    metavar="FILE",
+    help="What was said before: a JSON list of messages, a user's first; - is stdin.",
+)
+@config_option(
+    "library.rewrite",
+    "--rewrite/--no-rewrite",
+    help="Search for a follow-up as the model puts it; needs --history (off).",
 )
 @click.option("--cite", is_flag=True, help="Put numbers of sources behind sentences.")
 @reuse_option
@@ -173,10 +186,16 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         raise RequestError("--filter chooses among the documents of a knowledge base; add --kb DIR")
     if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
+    if asked.history is None and "library.rewrite" in effective.flags and config.library.rewrite:
+        raise RequestError(
+            "--rewrite is about a follow-up; say what was said before: --history FILE"
+        )
     reuse, ratio = _reuse(effective, asked)
+    history = _read_history(asked.history)
     documents = [read_document(name) for name in asked.files]
     if asked.url is not None:
-        _ask_server(effective, asked, documents, (reuse, ratio))
+        messages = [*history, {"role": "user", "content": asked.question}]
+        _ask_server(effective, asked, documents, (reuse, ratio), messages)
         return
     if asked.kb_folder is not None:
         check_knowledge_base(asked.kb_folder)
@@ -193,6 +212,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         "order": config.quality.order,
         "filter": parse_pairs(asked.filters, "--filter"),
         "cite": asked.cite,
+        "history": history,
     }
     # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
     # interpreter must not end while the engine computes.
@@ -228,6 +248,7 @@ def _ask_server(
     asked: AskArguments,
     documents: "list[Document]",
     reuse: tuple[str | None, float | None],
+    messages: list[dict[str, Any]],
 ) -> None:
     """The same by a running server, whose own settings hold for what was not typed here."""
     from kvweave.cli import remote
@@ -257,7 +278,7 @@ def _ask_server(
     if asked.cite or asked.explain:
         fields |= {"cite": asked.cite, "explain": asked.explain}
     client = ServerClient(asked.url or "")
-    remote.ask(client, asked.question, fields, as_json=asked.as_json, stats=asked.stats)
+    remote.ask(client, messages, fields, as_json=asked.as_json, stats=asked.stats)
 
 
 def _write(answering: "PieceStream", asked: AskArguments) -> "Answer":
@@ -301,6 +322,19 @@ def _reuse(effective: EffectiveConfig, asked: AskArguments) -> tuple[str | None,
     if ratio is not None and not 0.0 <= ratio <= 1.0:
         raise RequestError(f"--ratio {ratio:g} is no share; give one from 0 to 1, such as 0.15")
     return reuse, ratio
+
+
+def _read_history(path: Path | None) -> list[dict[str, Any]]:
+    """Messages of a file; their roles are judged with the question. Raises RequestError."""
+    if path is None:
+        return []
+    try:
+        messages = json.loads(read_document(str(path)).text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"--history {path} is no JSON: {error}") from error
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise RequestError(f'--history {path} is no list of {{"role": …, "content": …}}')
+    return messages
 
 
 def read_document(name: str) -> "Document":
@@ -349,6 +383,7 @@ def _as_document(answer: "Answer", waited: Waited) -> dict[str, Any]:
         },
         "sources": [source.as_json() for source in answer.sources],
         "nothing_found": answer.nothing_found,
+        "query": answer.query,
         "full_ms": None if answer.full_ms is None else round(answer.full_ms, 1),
         "explain": _explain_document(answer),
         "timing": {

@@ -1,5 +1,6 @@
 """Opening models and knowledge bases from the command line: names become folders here."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ from kvweave.config import WeaveConfig
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
+    from kvweave.app.model_set import ModelSet
     from kvweave.app.weave import Weave
     from kvweave.corpus.embedder import Embedder
     from kvweave.text.tokenizer import Tokenizer
@@ -60,6 +62,18 @@ def open_weave(*, config: WeaveConfig, kb: Path | None = None) -> "Weave":
         return _open(config, kb)
     with console.status(f"loading {escape(str(config.model.model))} …"):
         return _open(config, kb)
+
+
+def open_models(config: WeaveConfig) -> "Weave | ModelSet":
+    """As `open_weave`, with the models that a server has besides."""
+    others = config.server.models or ()
+    if not others:
+        return open_weave(config=config)
+    from kvweave.app.model_set import ModelSet
+
+    choices = [config.model, *(replace(config.model, model=name) for name in others)]
+    named = [with_model(replace(config, model=choice)).model.model for choice in choices]
+    return ModelSet.configured(config, [str(name) for name in named])
 
 
 def _open(config: WeaveConfig, kb: Path | None) -> "Weave":

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ class Amount(click.FloatRange):
 class ConfigOption(click.Option):
     """An option that sets a key of the configuration; `pass_config` hands the result over.
 
-    `to_key` makes the key's value out of the option's, where the two have other units. The default
-    is the key's own, and only `--help` shows it.
+    `to_key` makes the key's value out of the option's, where the two have other units; `also` does
+    so for further keys, and leaves one alone that it gives None for. The default is the key's own,
+    and only `--help` shows it.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class ConfigOption(click.Option):
         *,
         key: str,
         to_key: Callable[[Any], Any] = lambda value: value,
+        also: Mapping[str, Callable[[Any], Any]] | None = None,
         **attributes: Any,
     ) -> None:
         default = known_keys()[key].default if attributes.get("show_default") else None
         super().__init__(names, default=default, **attributes)
         self.key = key
-        self.to_key = to_key
+        self.to_keys = {key: to_key, **(also or {})}
 
 
 def config_option(key: str, *names: str, **attributes: Any) -> Decorator:
@@ -72,7 +74,8 @@ def pass_config(command: Command) -> Command:
                 value = values.pop(option.name)
                 if ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE:
                     typed = option.secondary_opts if value is False else option.opts
-                    flags[option.key] = Flag(typed[-1], option.to_key(value))
+                    made = {key: to_key(value) for key, to_key in option.to_keys.items()}
+                    flags |= {k: Flag(typed[-1], v) for k, v in made.items() if v is not None}
         return command(*args, effective=load_config(config_file, flags=flags), **values)
 
     option = click.option(
@@ -164,13 +167,11 @@ speculate_option = config_option(
     help="Compute prompts while their chunks are searched for: where it pays, always, never.",
 )
 # their values are judged where they are used
-model_options = _all_of(
-    config_option(
-        "model.model",
-        "--model",
-        help="An embedded name (see `kvweave models ls`), a folder, a .gguf file or a hub id.  "
-        f"[default: {known_keys()['model.model'].unset}]",
-    ),
+_NAMING = (
+    "An embedded name (see `kvweave models ls`), a folder, a .gguf file or a hub id.  "
+    f"[default: {known_keys()['model.model'].unset}]"
+)
+_computing_options = _all_of(
     config_option("model.device", "--device", help="auto, cpu, cuda or cuda:N."),
     config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),
     config_option(
@@ -178,6 +179,18 @@ model_options = _all_of(
         "--quant",
         help="none, int8 (CPU), or auto: int8 where it costs under 0.01 nats.",
     ),
+)
+model_options = _all_of(config_option("model.model", "--model", help=_NAMING), _computing_options)
+models_options = _all_of(  # of a server, which may have several
+    config_option(
+        "model.model",
+        "--model",
+        multiple=True,
+        to_key=lambda names: names[0],
+        also={"server.models": lambda names: names[1:] or None},
+        help=f"{_NAMING} Repeatable: the first answers those who name none.",
+    ),
+    _computing_options,
 )
 system_option = config_option(
     "model.system",

@@ -18,10 +18,15 @@ from kvweave.ingest.sources import FileBytes, FoundFile, Selection, find_files
 
 
 def ask(
-    client: ServerClient, question: str, fields: Mapping[str, Any], *, as_json: bool, stats: bool
+    client: ServerClient,
+    messages: Sequence[Mapping[str, Any]],
+    fields: Mapping[str, Any],
+    *,
+    as_json: bool,
+    stats: bool,
 ) -> None:
-    """One question; the answer on stdout as it comes, or the whole reply as JSON."""
-    messages = [{"role": "user", "content": question}]
+    """One question, last of `messages`; the answer on stdout as it comes, or the whole reply as
+    JSON."""
     if as_json:
         click.echo(json.dumps(client.chat(messages, **fields), indent=2))
         return

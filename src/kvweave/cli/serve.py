@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 
 from kvweave.cli.interrupts import EXIT_CODE
-from kvweave.cli.knowledge_bases import open_weave
+from kvweave.cli.knowledge_bases import open_models
 from kvweave.cli.options import (
     Amount,
     config_option,
-    model_options,
+    models_options,
     pass_config,
     planning_options,
     reuse_option,
@@ -59,7 +59,7 @@ def _gib(amount: float) -> int:
 
 
 @click.command("serve")
-@model_options
+@models_options
 @store_options
 @config_option("server.host", "--host", show_default=True, help="Address to listen on.")
 @config_option(
@@ -193,7 +193,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     # before the model: a taken port should not cost a load
     with listen(server_config.host, server_config.port) as listener:
         warn_if_open(server_config.host, has_keys=bool(keys))
-        weave = open_weave(config=config)
+        weave = open_models(config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
         libraries = Libraries(weave, places)
         steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
@@ -213,7 +213,11 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             lifecycle=ServerLifecycle(
                 prepare=steps,
                 on_ready=lambda: greet(
-                    weave.model_name, weave.weights_words, url, places.root, with_key=bool(keys)
+                    ", ".join(weave.models()),
+                    weave.weights_words,
+                    url,
+                    places.root,
+                    with_key=bool(keys),
                 ),
                 lame_s=server_config.lame_s,
                 patience_s=server_config.grace_s,

@@ -34,6 +34,12 @@ def read_questions() -> list[DemoQuestion]:
     return [DemoQuestion(r["question"], tuple(r["answers"]), tuple(r["passages"])) for r in records]
 
 
+def titles_of(question: DemoQuestion) -> set[str]:
+    """Of the passages that it needs, as chunks have them."""
+    files = [PASSAGES / f"{stem}.md" for stem in question.passages]
+    return {file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
+
+
 def _words(text: str) -> str:
     digits = re.sub(r"(?<=\d)[,.](?=\d{3}\b)", "", text.casefold())  # 2,316 is 2316
     return " ".join(re.findall(r"\w+", digits))

@@ -28,6 +28,7 @@ class EngineConfig:
 
     page_tokens: int | None = None  # of one page; None, here and below: what suits the device
     pool_tokens: int | None = None  # room for KV of all sequences; None: a quarter of the memory
+    pool_share: float = 0.25  # of the free memory, for a pool whose size is left open
     max_running: int = 32  # sequences that are computed at once
     step_rows: int | None = (
         None  # of a step while a sequence decodes: bounds the gap between tokens
@@ -38,14 +39,18 @@ class EngineConfig:
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
-    recorded_rows: int = 64  # on a GPU, steps in which up to so many sequences decode and nothing
-    # else happens are played from CUDA graphs; 0: none
+    share_chunks: bool | None = None  # fused requests read chunk KV from pages that all of them
+    # share, instead of a copy each; None: beside a GPU
+    recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
+    # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:
         for name in AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
+        if not 0.0 < self.pool_share <= 1.0:
+            raise ConfigError("EngineConfig.pool_share must be above 0 and at most 1")
         if self.recorded_rows < 0:
             raise ConfigError("EngineConfig.recorded_rows must be at least 0")
         if not 0.0 <= self.tree_share <= 1.0:
@@ -66,4 +71,6 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE
-    return replace(cfg, **{name: n for name, n in values.items() if getattr(cfg, name) is None})
+    open_values = {name: n for name, n in values.items() if getattr(cfg, name) is None}
+    shares = device_type != "cpu" if cfg.share_chunks is None else cfg.share_chunks
+    return replace(cfg, share_chunks=shares, **open_values)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.fused_step import ChunkLoader
 from kvweave.engine.inbox import Inbox
@@ -29,6 +30,7 @@ from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
+from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
@@ -65,16 +67,22 @@ class Engine:
             runner = Runner(decoder, open_recorded(decoder, pool, self.cfg.recorded_rows))
         self._inbox: Inbox[News] = Inbox()
         self._allocator = PageAllocator(pool.num_pages)
-        self._prefixes = ExactPrefixes(self.cfg, pool, self._allocator, cost_s, self._inbox)
-        self._pages = PageManager(pool, self._allocator, self._prefixes)
-        self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox)
+        self._chunks: ChunkPages | None = None
+        if self.cfg.share_chunks:
+            self._chunks = ChunkPages(self._allocator, pool.page_tokens)
+        self._prefixes = ExactPrefixes(
+            self.cfg, pool, self._allocator, cost_s, self._inbox, self._chunks
+        )
+        self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks, decoder.turn)
+        self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
         self._lifecycle = Lifecycle(
-            decoder, self._scheduler, self._pages, self._prefixes, self._loader
+            decoder, self._scheduler, self._pages, self._prefixes, self._loader, self._chunks
         )
         self._worker = Worker(
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
         )
+        self._decoder = decoder
         decoder.on_layer = self._worker.beat
         self._refusals = [
             *recordings_of(decoder).refusals,  # of what fused prompts play
@@ -137,6 +145,11 @@ class Engine:
         """Exact KV by path. Threads other than the engine's may only `match`."""
         return self._prefixes.tree
 
+    def resident(self, keys: Collection[ChunkKey], namespace: str = "") -> set[ChunkKey]:
+        """Which of these chunks a request of a namespace would find in the pool: nothing is brought
+        for them. As it was a moment ago."""
+        return set() if self._chunks is None else self._chunks.holds(namespace, keys)
+
     def stats(self) -> dict[str, float]:
         """How full the engine is, and what it has done since it was made: the numbers of a moment,
         perhaps not of the same one."""
@@ -152,6 +165,7 @@ class Engine:
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._prefixes.copy_stats(),
+            **({} if self._chunks is None else self._chunks.stats()),
             **count_refusals(self._refusals),
             **self._lifecycle.counts.snapshot(),
         }
@@ -199,6 +213,8 @@ class Engine:
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         self._worker.close()
+        if self._decoder.on_layer == self._worker.beat:
+            self._decoder.on_layer = lambda: None  # else it would keep this engine's pool alive
         if self._worker.is_abandoned:
             return  # its thread may still use what the others hold
         self._loader.close()

@@ -13,23 +13,33 @@ A fused request takes a step of its own, into pages that belong to it alone. Str
 is its prefill; joined, it is stitching and choosing the rows that the common steps then compute.
 Its rows are approximate from the first reused chunk on, and nothing of that is ever offered to the
 tree; chunks in front that are computed behind exact ones are (`EngineSequence.num_exact_parts`).
+
+Where chunks are shared (`chunk_pages.py`) its pages hold what it computes, and the chunks lie where
+all requests read them. What it recomputes of them is then computed in one step: what drift moves
+exists in the scratch memory of that step alone. One that recomputes nothing has nothing to stitch
+either, once its chunks are filled: its rows join the common steps at once.
 """
 
 import time
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvweave.engine.chunk_pages import ChunkPages
+from kvweave.engine.chunk_room import ChunkRoom
 from kvweave.engine.inbox import Outbox
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
+from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt, can_share, named_kv
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.shared_chunks import ScratchMemory
 from kvweave.fuse.strategy import Strategy
+from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 
 THREADS = 8  # they only wait: the store's own pools read
@@ -89,27 +99,60 @@ class ChunkLoader:
     """Gets the stored bytes of fused prompts. The engine thread calls it; threads of its own wait
     for the bytes and post a LoadedPrompt. The scheduler's ByteSource."""
 
-    def __init__(self, num_layers: int, outbox: Outbox[LoadedPrompt]) -> None:
+    def __init__(
+        self, num_layers: int, outbox: Outbox[LoadedPrompt], chunks: ChunkPages | None = None
+    ) -> None:
+        """`chunks` that lie in shared pages need not be loaded."""
         self._num_layers = num_layers
         self._outbox = outbox
+        self._chunks = chunks
         self._threads: ThreadPoolExecutor | None = None
         self._loads: list[Future[None]] = []
 
-    def open(self, part: FusedPart) -> StoredPrompt:
-        """Take the lease and start loading. May wait for a tier to say what it has. Any thread."""
-        return StoredPrompt(self._num_layers, part.chunks, part.store, part.strategy, part.computed)
+    def open(self, part: FusedPart, resident: Collection[ChunkKey] = ()) -> StoredPrompt:
+        """Take the lease and start loading, all but `resident` chunks. May wait for a tier to say
+        what it has. Any thread."""
+        return StoredPrompt(
+            self._num_layers, part.chunks, part.store, part.strategy, part.computed, resident
+        )
+
+    def open_now(self, sequence: EngineSequence) -> StoredPrompt:
+        """The bytes of a request that takes its step now: those that came ahead, unless a chunk
+        that was in shared pages then has left them since."""
+        part, stored = fused_part(sequence), sequence.stored
+        resident = frozenset[ChunkKey]() if sequence.shared is None else sequence.shared.filled
+        if stored is not None and stored.resident <= resident:
+            stored.found(resident)
+            return stored
+        if stored is not None:
+            stored.close()
+        return self.open(part, resident)
+
+    def _resident(self, sequence: EngineSequence, part: FusedPart) -> set[ChunkKey]:
+        """Chunks of a request that it would find in shared pages now."""
+        if self._chunks is None or sequence.copies:
+            return set()
+        if not can_share(part.strategy, self._num_layers):
+            return set()
+        keys = {key for chunk in part.chunks for key in (chunk.key, chunk.exact_key)}
+        return self._chunks.holds(sequence.request.namespace, keys)
 
     def load_first(self, sequence: EngineSequence, *, others_ready: bool) -> bool:
         """Start to load if a request should have all its bytes before it takes a step."""
         part = sequence.request.fused
         if part is None or sequence.stored is not None:
             return False
+        resident = self._resident(sequence, part)
+        wanted = named_kv(part.chunks, part.store, part.strategy, part.computed)
+        if all(key is None or key in resident for key, _ in wanted):
+            return False  # there is nothing to wait for
         in_idle_time = sequence.progress.background  # whoever arrives must not wait for its bytes
         if not (in_idle_time or waits_outside(part.strategy, part.expected, others_ready)):
             return False
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="engine-load")
-        load = self._threads.submit(self._load, sequence, part, time.perf_counter())
+        started_s = time.perf_counter()
+        load = self._threads.submit(self._load, sequence, part, resident, started_s)
         self._loads = [load, *(one for one in self._loads if not one.done())]
         return True
 
@@ -123,11 +166,17 @@ class ChunkLoader:
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
 
-    def _load(self, sequence: EngineSequence, part: FusedPart, started_s: float) -> None:
+    def _load(
+        self,
+        sequence: EngineSequence,
+        part: FusedPart,
+        resident: Collection[ChunkKey],
+        started_s: float,
+    ) -> None:
         stored: StoredPrompt | None = None
         result: StoredPrompt | BaseException
         try:
-            stored = self.open(part)
+            stored = self.open(part, resident)
             stored.arrive()
             result = stored
         except Exception as error:  # the engine thread must hear of it
@@ -145,16 +194,58 @@ def prefill(
     decoder: Decoder, sequence: EngineSequence, stored: StoredPrompt, prefixes: ExactPrefixes
 ) -> Prefilled:
     """Fill the request's pages with its prompt. What the tree has of it is copied in front."""
+    part, kv = fused_part(sequence), sequence.own_kv
+    kv.reserve(sequence.prompt_len)
+    return stored.prefill(decoder, _frame(sequence, part, prefixes), kv, part.ratio)
+
+
+def prefill_shared(
+    decoder: Decoder,
+    sequence: EngineSequence,
+    stored: StoredPrompt,
+    prefixes: ExactPrefixes,
+    room: ChunkRoom,
+    memory: ScratchMemory,
+) -> Prefilled:
+    """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own."""
     part = fused_part(sequence)
-    return stored.prefill(decoder, _frame(sequence, part, prefixes), sequence.kv, part.ratio)
+    frame = _frame(sequence, part, prefixes)
+    made = stored.prefill_shared(decoder, frame, room, memory, part.ratio)
+    room.finish()
+    return made
+
+
+def prepare_in_place(
+    decoder: Decoder,
+    sequence: EngineSequence,
+    stored: StoredPrompt,
+    prefixes: ExactPrefixes,
+    room: ChunkRoom,
+) -> tuple[Prepared, FuseRecord]:
+    """As `prepare`, over filled chunks in shared pages of which nothing is recomputed."""
+    frame = _frame(sequence, fused_part(sequence), prefixes)
+    made = stored.prepare_in_place(decoder, frame, room)
+    room.finish()
+    return made
+
+
+def lies_ready(sequence: EngineSequence) -> bool:
+    """Whether a request over shared chunks has nothing to stitch: all of them are filled, none of
+    their rows is recomputed, and what stands in front is in its pages."""
+    part = fused_part(sequence)
+    if sequence.shared is None or (part.strategy.selector is not None and part.ratio):
+        return False
+    is_filled = len(sequence.shared.filled) == len(sequence.shared.chunks)
+    return is_filled and sequence.present >= len(part.preamble.token_ids)
 
 
 def prepare(
     decoder: Decoder, sequence: EngineSequence, stored: StoredPrompt, prefixes: ExactPrefixes
 ) -> tuple[Prepared, FuseRecord]:
     """As `prefill`, up to the rows that are to be computed. The record has no compute time yet."""
-    part = fused_part(sequence)
-    return stored.prepare(decoder, _frame(sequence, part, prefixes), sequence.kv, part.ratio)
+    part, kv = fused_part(sequence), sequence.own_kv
+    kv.reserve(sequence.prompt_len)
+    return stored.prepare(decoder, _frame(sequence, part, prefixes), kv, part.ratio)
 
 
 def fused_part(sequence: EngineSequence) -> FusedPart:
@@ -165,7 +256,6 @@ def fused_part(sequence: EngineSequence) -> FusedPart:
 
 def _frame(sequence: EngineSequence, part: FusedPart, prefixes: ExactPrefixes) -> PromptFrame:
     exact, num_exact = _exact(sequence, part, prefixes)
-    sequence.kv.reserve(sequence.prompt_len)
     return PromptFrame(exact, sequence.request.question, num_exact, part.asked, part.encoding)
 
 
@@ -174,8 +264,7 @@ def _exact(
 ) -> tuple[Prefix, int]:
     """The exact front of the prompt, and how many chunks it has."""
     lease = sequence.lease
-    in_front = 1 + bool(sequence.request.preamble)  # nodes of a path before its first chunk
-    num_exact = 0 if lease is None else max(0, len(lease.nodes) - in_front)
+    num_exact = sequence.num_exact_chunks(lease)
     if lease is None or not num_exact:
         return part.preamble, 0
     return prefixes.copy(lease, sequence.ids), num_exact  # a path is short, the buffer dense

@@ -3,18 +3,24 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
+from kvweave.engine.chunk_pages import ChunkPages
+from kvweave.engine.chunk_room import ChunkRoom
 from kvweave.engine.fair_ranks import share_of
 from kvweave.engine.fused_step import (
     ChunkLoader,
     LoadedPrompt,
     PrefillMode,
     fused_part,
+    lies_ready,
     prefill,
     prefill_mode_of,
+    prefill_shared,
     prepare,
+    prepare_in_place,
 )
 from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
@@ -28,8 +34,12 @@ from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.errors import PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
+from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.shared_chunks import ScratchMemory
 from kvweave.model.decoder import Decoder
+from kvweave.types import ChunkId
 
+LINK_BYTES_PER_S = 50e9  # to a device, or from memory to memory: what a load takes at least
 # What other threads leave for the engine thread: a ticket that is new, released or cancelled, the
 # end of something that was under way, or a job.
 News = Ticket | LoadedPrompt | ArrivedCopy | Callable[[], None]
@@ -48,8 +58,11 @@ class Lifecycle:
         pages: PageManager,
         prefixes: ExactPrefixes,
         loader: ChunkLoader,
+        chunks: ChunkPages | None = None,
     ) -> None:
         self._decoder = decoder
+        self._chunks = chunks
+        self._scratch = ScratchMemory(decoder.spec, decoder.dtype, decoder.device)
         self._scheduler = scheduler
         self._pages = pages
         self._prefixes = prefixes
@@ -198,11 +211,20 @@ class Lifecycle:
         started_s = time.perf_counter()
         prefilled: Prefilled | None = None
         try:
-            stored = sequence.stored or self._loader.open(fused_part(sequence))
+            stored = self._loader.open_now(sequence)
             try:
                 mode = self._mode(sequence, stored)
                 self.counts.add("fused_begun")
-                if mode is PrefillMode.JOINED:
+                if sequence.shared is not None and mode is PrefillMode.JOINED:
+                    room = ChunkRoom(sequence, self._pages)
+                    prepared, record = prepare_in_place(
+                        self._decoder, sequence, stored, self._prefixes, room
+                    )
+                    self.counts.add("fused_shared")
+                elif sequence.shared is not None:
+                    prefilled = self._prefill_shared(sequence, stored)
+                    record = prefilled.record
+                elif mode is PrefillMode.JOINED:
                     prepared, record = prepare(self._decoder, sequence, stored, self._prefixes)
                 else:
                     prefilled = prefill(self._decoder, sequence, stored, self._prefixes)
@@ -234,7 +256,33 @@ class Lifecycle:
         if sequence.request.fused is not None:
             self.counts.add("fused_offered", taken)
 
+    def _prefill_shared(self, sequence: EngineSequence, stored: StoredPrompt) -> Prefilled:
+        """A prefill over shared chunks, which are filled afterwards."""
+        assert self._chunks is not None, "chunks are shared"
+        assert sequence.shared is not None, "and leased"
+        room = ChunkRoom(sequence, self._pages)
+        made = prefill_shared(self._decoder, sequence, stored, self._prefixes, room, self._scratch)
+        placed = room.placed
+        sequence.shared.drop([key for key in sequence.shared.chunks if key not in placed])
+        cost_s = self._cost_of(made.record)
+        self._chunks.filled(sequence.shared, cost_s, partial(self._is_gone, sequence))
+        sequence.shared.drop(room.unread)
+        self.counts.add("fused_shared")
+        return made
+
+    def _is_gone(self, sequence: EngineSequence, chunk_id: ChunkId) -> bool:
+        tombstones, tenant = self._prefixes.tombstones, sequence.request.namespace
+        return tombstones.is_gone(chunk_id, sequence.as_of, tenant)
+
+    def _cost_of(self, record: FuseRecord) -> float:
+        """What bringing the chunks of a prompt cost: what it waited for them, and at least what
+        their bytes take over the link."""
+        travelled = sum(record.loaded_bytes.values()) / LINK_BYTES_PER_S
+        return max(record.stages.load / 1e3, travelled)
+
     def _mode(self, sequence: EngineSequence, stored: StoredPrompt) -> PrefillMode:
+        if sequence.shared is not None:
+            return PrefillMode.JOINED if lies_ready(sequence) else PrefillMode.STREAMED
         return prefill_mode_of(
             fused_part(sequence).strategy,
             # one in the background gives way between two slices

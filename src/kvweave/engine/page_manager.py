@@ -7,15 +7,20 @@ from collections.abc import Sequence
 
 import torch
 
+from kvweave.engine.chunk_pages import ChunkPages, WantedChunk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
+from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
+from kvweave.fuse.prefill import can_share, named_kv
+from kvweave.fuse.request import budget
+from kvweave.kernels.segments import Turn
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.segmented_kv import SegmentedKV
 
-MEMORY_SHARE = 0.25  # of the memory that is there, for the pool
 MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size
 
 
@@ -27,7 +32,7 @@ def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
         spec = decoder.spec
         per_head = spec.head_dim * decoder.dtype.itemsize
         token_bytes = 2 * spec.num_layers * spec.num_kv_heads * per_head
-        fitting = int(_memory_bytes(decoder.device) * MEMORY_SHARE) // token_bytes
+        fitting = int(_memory_bytes(decoder.device) * cfg.pool_share) // token_bytes
         tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
     num_pages = tokens // cfg.page_tokens
     return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
@@ -43,10 +48,20 @@ class PageManager:
     """Moves pages between sequences, the tree and the free ones. The engine thread owns it; any
     thread reads `most_tokens`. The scheduler's PageSource."""
 
-    def __init__(self, pool: KVPool, allocator: PageAllocator, prefixes: ExactPrefixes) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        allocator: PageAllocator,
+        prefixes: ExactPrefixes,
+        chunks: ChunkPages | None = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """`chunks` that requests share, and the model's `turn`; None: each has a copy."""
         self._pool = pool
         self._allocator = allocator
         self._prefixes = prefixes
+        self._chunks = chunks
+        self._turn = turn
         self._holding: set[EngineSequence] = set()  # those that run, and may want a page more
 
     def empty_kv(self) -> PagedKV:
@@ -107,6 +122,14 @@ class PageManager:
 
     def admit(self, sequence: EngineSequence) -> bool:
         """Pages for all it knows, and one for each of the others to grow; False: not now."""
+        if self._reads_chunks(sequence):
+            if self._admit_segmented(sequence):
+                return True
+            if self._holding or sequence.progress.background:
+                return False
+            # Chunks end inside pages that nobody else fills up: in a pool that one prompt fills,
+            # it may have room for a copy alone.
+            sequence.copies = True
         place = self._admit_run if sequence.progress.own_step else self._admit_shared
         if place(sequence):
             return True
@@ -164,6 +187,66 @@ class PageManager:
         self._admitted(sequence, 0)
         return True
 
+    def _reads_chunks(self, sequence: EngineSequence) -> bool:
+        """Whether a request is to read its chunks from shared pages."""
+        part = sequence.request.fused
+        if part is None or self._chunks is None or sequence.copies:
+            return False
+        return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
+
+    def _admit_segmented(self, sequence: EngineSequence) -> bool:
+        """A fused request whose chunks lie in shared pages: what the tree has is read where it
+        lies, and own pages are for what is computed. Chunks that have no pages yet get some."""
+        chunks, part, tenant = self._chunks, sequence.request.fused, sequence.request.namespace
+        assert chunks is not None, "chunks are shared"
+        assert part is not None, "a fused request says how"
+        lease, front, cached = self._match(sequence)
+        wanted, num_shared = self._wanted_chunks(sequence, part, lease)
+        page = self._pool.page_tokens
+        whole = cached // page  # pages that it reads and never writes
+        count = -(-(sequence.progress.known - num_shared) // page) - whole
+        shared = chunks.hold(tenant, wanted)  # before others make room
+        lacking = chunks.missing_pages(tenant, wanted)
+        if not self._make_free(count + lacking + len(self._holding)):
+            shared.release()
+            if lease is not None:
+                lease.release()
+            return False
+        chunks.complete(shared, tenant, wanted)
+        own = self._allocator.take(count, front[whole - 1] if whole else None)
+        assert own is not None, "there were enough"
+        if cached % page:
+            self._pool.copy_rows(front[whole], own[0], cached % page)
+        self._allocator.hold(front[:whole])
+        assert self._turn is not None, "who shares chunks can turn"
+        sequence.kv = SegmentedKV(PagedKV(self._pool, [*front[:whole], *own]), self._turn)
+        sequence.lease, sequence.shared, sequence.present = lease, shared, cached
+        sequence.progress.num_pages = whole + count
+        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
+        self._admitted(sequence, 0)
+        return True
+
+    def _wanted_chunks(
+        self, sequence: EngineSequence, part: FusedPart, lease: TreeLease | None
+    ) -> tuple[list[WantedChunk], int]:
+        """Chunks that a request takes from the store if all are there, and how many tokens of its
+        prompt then lie in their pages alone. What turns out missing is computed, into the pages
+        that the chunk was to have."""
+        named = named_kv(part.chunks, part.store, part.strategy, part.computed)
+        num_exact = sequence.num_exact_chunks(lease)
+        wanted: list[WantedChunk] = []
+        placed, hits = 0, 0
+        for place in range(num_exact, len(named)):
+            key, ids = named[place]
+            if key is None:
+                continue
+            wanted.append(WantedChunk(key, sequence.request.chunks[place].id, len(ids)))
+            placed += len(ids)
+            if place or key != part.chunks[0].exact_key:  # there it is exact: nothing to choose
+                hits += len(ids)
+        recomputed = 0 if part.strategy.selector is None else budget(hits, part.ratio)
+        return wanted, placed - recomputed
+
     def _admitted(self, sequence: EngineSequence, cached: int) -> None:
         if not sequence.progress.preempted:
             sequence.cached = cached
@@ -195,13 +278,20 @@ class PageManager:
                 return taken
             sequence.offered += 1
             gone = self._is_gone(chunk, sequence)  # and so is what stands behind it
-            if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.kv):
+            if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.own_kv):
                 sequence.offered = len(sequence.path)
             else:
                 taken += 1
-        if sequence.request.fused is not None:  # its pages are its own: the lease has done its work
+        if sequence.request.fused is not None:  # it holds its pages itself: the lease is done
             sequence.release_lease()
         return taken
+
+    def take_from_lost(self, sequence: EngineSequence, num_rows: int) -> None:
+        """Own pages for `num_rows` own rows of a prompt whose chunks turned out missing: the pages
+        that they were to have. What it still leases may be read."""
+        count = -(-num_rows // self._pool.page_tokens) - len(sequence.kv.page_table)
+        if count > 0 and not self.grow(sequence, count):
+            raise AssertionError(f"{count} pages of lost chunks are not free")
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""
@@ -209,8 +299,9 @@ class PageManager:
             self._allocator.release(sequence.kv.page_table)
             self._holding.remove(sequence)
         sequence.release_lease()
+        sequence.release_chunks()
         sequence.kv = self.empty_kv()
-        sequence.progress.num_pages = 0
+        sequence.progress.num_pages = sequence.progress.elsewhere = 0
         sequence.logits = sequence.prepared = None
         sequence.progress.own_step = sequence.request.fused is not None
         sequence.ticket.timeline.preempted = sequence.progress.preempted
@@ -221,6 +312,10 @@ class PageManager:
         self._prefixes.tree.check_integrity()
         held = Counter(page for sequence in sequences for page in sequence.kv.page_table)
         held.update(self._prefixes.held_pages())
+        leases = [each.shared for each in sequences if each.shared is not None]
+        if self._chunks is not None:
+            self._chunks.check_integrity(leases)
+            held.update(page for chunk in self._chunks for page in chunk.pages)
         for page in range(self._pool.num_pages):
             refs = self._allocator.refs(page)
             assert refs == held[page], f"page {page}: {refs} holds, {held[page]} holders"

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.inbox import Outbox
 from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
@@ -85,9 +86,12 @@ class ExactPrefixes:
         allocator: PageAllocator,
         cost_s: Cost,
         outbox: Outbox[ArrivedCopy],
+        chunks: ChunkPages | None = None,
     ) -> None:
-        """What comes through `outbox` is for `settle`."""
+        """What comes through `outbox` is for `settle`. `chunks` lie in the same pool: what is the
+        least valuable of both leaves first, and what is deleted leaves both."""
         self._pool = pool
+        self._chunks = chunks
         self._allocator = allocator
         self._page_tokens = pool.page_tokens
         device_bytes = int(cfg.tree_share * pool.num_pages) * pool.page_bytes
@@ -184,6 +188,8 @@ class ExactPrefixes:
         that went."""
         wanted = set(chunk_ids)
         self.tombstones.add(wanted, namespace)
+        if self._chunks is not None:
+            self._chunks.forget(wanted, namespace)
         own = self._tops_of(namespace)
         first = [top for top in own if _parted(top)[1] in wanted]
         return sum(self.tree.forget(name, own) for name in (*first, *wanted))
@@ -192,6 +198,8 @@ class ExactPrefixes:
         """Any chunk of a namespace may have been deleted: all leave the tree, but not the preambles
         pinned."""
         self.tombstones.add_all(namespace)
+        if self._chunks is not None:
+            self._chunks.forget_all(namespace)
         pinned = {path[0].id for path in self._pins if path}
         own = self._tops_of(namespace)
         names: list[ChunkId] = []
@@ -213,11 +221,21 @@ class ExactPrefixes:
         return self.tombstones.is_gone(_parted(chunk.id)[1], as_of, namespace)
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
-        """Let leaves that are not in use go, the least valuable first, until there is enough."""
+        """Let leaves and chunks that are not in use go, the least valuable first, until there is
+        enough."""
         while not enough():
-            if not self.tree.shrink():
+            if not self._shrink():
                 return False
         return True
+
+    def _shrink(self) -> bool:
+        lowest = None if self._chunks is None else self._chunks.lowest_rank()
+        if self._chunks is None or lowest is None:
+            return self.tree.shrink()
+        leaf = self.tree.lowest_rank()
+        if leaf is not None and leaf < lowest and self.tree.shrink():
+            return True
+        return self._chunks.shrink()
 
     def copy_stats(self) -> dict[str, int]:
         """What became of exact KV that left the pool. Any thread."""

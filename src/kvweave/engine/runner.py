@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
+from kvweave.kernels.host import on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.model.decoder import Decoder
-from kvweave.model.recorded_decode import RecordedDecode, is_decode
+from kvweave.model.recorded_decode import RecordedDecode, StepResult, one_by_one
+from kvweave.model.rows import Rows, wanted_rows
 
 log = logging.getLogger(__name__)
 NO_NUMBER = -1  # instead of the likeliest token, where the logits are no numbers
@@ -39,7 +41,8 @@ class Runner:
     """Computes the common steps of one decoder. Called on the engine thread."""
 
     def __init__(self, decoder: Decoder, recorded: RecordedDecode | None = None) -> None:
-        """`recorded` plays steps in which all sequences decode; None: none are played."""
+        """`recorded` plays steps in which all sequences decode, or ask over chunks that lie ready;
+        None: none are played."""
         self.device = decoder.device
         self._decoder = decoder
         self._recorded = recorded
@@ -47,7 +50,8 @@ class Runner:
     @property
     def refusals(self) -> list[Refusals]:
         """What could not be recorded of decoding. Any thread."""
-        return [] if self._recorded is None else [self._recorded.refusals]
+        recorded = self._recorded
+        return [] if recorded is None else [recorded.refusals, recorded.shared_refusals]
 
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
         """Compute the rows of all slices. An error is in the result of the slice that caused it."""
@@ -74,7 +78,7 @@ class Runner:
         self, slices: Sequence[SequenceSlice], recorded: RecordedDecode | None
     ) -> list[SliceResult]:
         batch = [each.sequence.rows(each.num_rows) for each in slices]
-        played = recorded.play(batch) if recorded is not None and is_decode(batch) else None
+        played = None if recorded is None else _play(recorded, batch)
         logits = self._decoder.forward(batch) if played is None else played.logits  # [wanted, V]
         through = [each.sequence for each, rows in zip(slices, batch, strict=True) if rows.wanted]
         likeliest: list[int] = []
@@ -92,3 +96,15 @@ class Runner:
             results.append(SliceResult(each, logits[at], best, None))
             at += 1
         return results
+
+
+def _play(recorded: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
+    """What a recorded step gives those of its rows that need logits; None: it is not recorded."""
+    singles = one_by_one(batch)
+    if singles is None or not any(rows.wanted for rows in batch):
+        return None
+    played = recorded.play(singles)
+    if played is None or len(singles) == len(batch):
+        return played
+    at = on_device(wanted_rows(batch), played.logits.device)
+    return StepResult(played.logits[at], played.likeliest[at])

@@ -90,6 +90,7 @@ class Progress:
     held: bool = False  # speculation: computed, not answered
     computed: int = 0  # of the known ones, those whose KV is there
     num_pages: int = 0  # that it has
+    elsewhere: int = 0  # of the computed ones, those that lie in pages of chunks, not in its own
     own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
     preempted: int = 0  # times its pages were taken away
@@ -463,7 +464,8 @@ class Scheduler(Generic[S]):
     def _make_room(self, sequence: S, num_rows: int, rows_of: dict[S, int]) -> bool:
         """Pages for the next rows of a running sequence; others may have to leave for it."""
         progress = sequence.progress
-        missing = -(-(progress.computed + num_rows) // self._page_tokens) - progress.num_pages
+        own = progress.computed - progress.elsewhere + num_rows
+        missing = -(-own // self._page_tokens) - progress.num_pages
         while missing > 0 and not self._pages.grow(sequence, missing):
             victim = max(self.running, key=_leaves)  # perhaps this sequence
             self._preempt(victim, rows_of)

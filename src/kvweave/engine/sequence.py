@@ -6,6 +6,7 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from kvweave.engine.chunk_pages import ChunkLease
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
 from kvweave.engine.scheduler import Progress, SparseRows
@@ -16,6 +17,7 @@ from kvweave.fuse.request import State
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import EarlyExit, Rows
+from kvweave.model.segmented_kv import SegmentedKV
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -29,7 +31,7 @@ class EngineSequence:
     prompt_len: int
     room: int  # tokens the answer may have at most
     sampler: Sampler
-    kv: PagedKV
+    kv: PagedKV | SegmentedKV
     as_of: int  # when its chunks were found: those deleted since are not offered
     path: tuple[ChunkRef, ...] = ()  # its preamble and chunks in the knowledge tree
     lease: TreeLease | None = None  # on the part of the path that it reads, or offers behind
@@ -38,6 +40,9 @@ class EngineSequence:
     cached: int = 0  # tokens it took from the tree
     counted: bool = False  # the tree counted its access
     unshared: bool = False  # it needs the whole pool: no lease
+    shared: ChunkLease | None = None  # chunks that it reads from shared pages; None: it has copies
+    copies: bool = False  # it needs the whole pool: no shared pages
+    present: int = 0  # rows of its front that were in its pages when it was let in
     stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
     prepared: Prepared | None = None  # a fused prompt whose rows are being computed
     fuse_record: FuseRecord | None = None  # how its fused prompt was prepared or prefilled
@@ -61,6 +66,11 @@ class EngineSequence:
             self.fuse_record.chunks,
         )
         return bool(self.request.preamble) + sum(1 for _ in exact)
+
+    def num_exact_chunks(self, lease: TreeLease | None) -> int:
+        """Chunks of its prompt that a lease on its path holds."""
+        in_front = 1 + bool(self.request.preamble)  # nodes of a path before its first chunk
+        return 0 if lease is None else max(0, len(lease.nodes) - in_front)
 
     def rows(self, num_rows: int) -> Rows:
         """Its next rows; the last one gives logits if nothing known is left behind it."""
@@ -91,6 +101,17 @@ class EngineSequence:
         """Its fused prompt is in its pages."""
         self.progress.computed = self.prompt_len
         self.progress.own_step = False
+
+    @property
+    def own_kv(self) -> PagedKV:
+        """Its own pages."""
+        return self.kv.own if isinstance(self.kv, SegmentedKV) else self.kv
+
+    def release_chunks(self) -> None:
+        """Read no more of shared chunks. Harmless without a lease."""
+        if self.shared is not None:
+            self.shared.release()
+            self.shared = None
 
     def release_lease(self) -> None:
         """Read and offer no more of the tree. Harmless without a lease."""

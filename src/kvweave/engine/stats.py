@@ -19,6 +19,7 @@ NAMES = (
     "prefixes_shared",  # requests held back while another computed their path, which they then read
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
     *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
+    "fused_shared",  # of them, those over chunks in shared pages
     "fused_close_calls",  # of the completed ones, those computed exactly in the end
     "fused_offered",  # parts of their paths, exact ones in front, that the tree took or had
     "speculation_right",

@@ -22,7 +22,7 @@ from kvweave.fuse.stitched import positions_of
 from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import mean_changes
-from kvweave.kernels.shift import Run, shift, shift_plain, shift_runs
+from kvweave.kernels.shift import ChunkRuns, shift, shift_plain, shift_runs
 from kvweave.kernels.types import Owners
 from kvweave.kv.format.codec import LayerKV
 
@@ -204,5 +204,6 @@ def all_at_once(
 def run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
-    runs = [Run.of(s.start, decoder.angles(torch.arange(s.start, s.end)), head_dim) for s in spans]
+    chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]
+    runs = ChunkRuns.of(chunks, head_dim)
     return lambda keys, values, by_k, by_v: shift_runs(keys, values, by_k, by_v, runs)

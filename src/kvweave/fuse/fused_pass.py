@@ -88,6 +88,7 @@ def fused_pass(
     own_ids = torch.from_numpy(request.ids_at(positions.numpy()))
     there, own_ids = on_device(torch.stack([positions, own_ids]), decoder.device).unbind()
     running = _RunningRows(positions, there, decoder.angles(there))
+    stitched.begin_rows(positions)
     steps = steps_of(decoder, decoder.embed(own_ids))
     projected = steps.first()
     last = decoder.spec.num_layers - 1
@@ -115,6 +116,7 @@ def fused_pass(
             drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)
+        stitched.keep(layer)
         if layer == last:  # behind the last keys only the last row matters
             to_the_end = running.positions
             running, q = running.last(), q[-1:]

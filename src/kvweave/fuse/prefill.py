@@ -6,14 +6,16 @@ a failing store costs time and never an answer.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fuse import Fused, fuse
-from kvweave.fuse.prepared import Prepared, prepare
+from kvweave.fuse.prepared import Prepared, prepare, prepare_in_place
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.record import (
     FuseRecord,
@@ -23,10 +25,18 @@ from kvweave.fuse.record import (
     exact_chunk_records,
 )
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
+from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
+from kvweave.fuse.shared_chunks import (
+    LayerScratch,
+    PromptRoom,
+    ScratchMemory,
+    own_positions,
+)
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
+from kvweave.fuse.transfer.shared import open_shared
 from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
@@ -36,6 +46,7 @@ from kvweave.kv.transfers import Transfer
 
 M = TypeVar("M", Fused, Prepared)
 NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
+DEVICE = "device"  # the tier of chunks that lie in pages already
 
 
 class PromptFrame(NamedTuple):
@@ -72,11 +83,13 @@ class StoredPrompt:
         store: KVStore,
         strategy: Strategy,
         computed: Mapping[int, str] | None = None,
+        resident: Collection[ChunkKey] = (),
     ) -> None:
         """Takes the lease and starts loading. May wait for a tier to say what it has.
 
         `computed` are places of chunks that are computed even if they are stored, each with the
-        reason that the record gives: a slow tier can cost more than it saves.
+        reason that the record gives: a slow tier can cost more than it saves. `resident` lie in
+        shared pages already (`prefill_shared`): the store is not asked for them.
         """
         started_s = time.perf_counter()
         self._num_layers = num_layers
@@ -85,12 +98,17 @@ class StoredPrompt:
         self._computed = computed or {}
         self._named = named_kv(chunks, store, strategy, self._computed)
         self._wanted = [key for key, _ in self._named if key is not None]
+        self.resident = frozenset(resident).intersection(self._wanted)
         needs = strategy.needs(num_layers)
-        self._lease = store.acquire(self._wanted)
+        self._lease = store.acquire([key for key in self._wanted if key not in self.resident])
         first = sorted({*needs.key_layers, *needs.value_layers} - {0})
         self._transfer = store.load(self._lease, first, needs.extras)
         self._started_s = started_s
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
+
+    def found(self, resident: Collection[ChunkKey]) -> None:
+        """More chunks lie in shared pages by now, whatever the store has of them."""
+        self.resident |= frozenset(resident).intersection(self._wanted)
 
     def arrive(self) -> None:
         """Wait until all that the strategy wants is in host memory, or lost."""
@@ -120,8 +138,47 @@ class StoredPrompt:
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
     ) -> Prefilled:
         """Prefill the prompt into `kv`, as the strategy says."""
-        made, record = self._weave(decoder, frame, kv, ratio, fuse)
+
+        def attempt(request: FuseRequest) -> Fused:
+            with self._stitch(decoder, frame, kv, request) as stitched:
+                return fuse(stitched, self._strategy, ratio)
+
+        made, record = self._weave(frame, ratio, attempt)
         return Prefilled(made.logits, record)
+
+    def prefill_shared(
+        self,
+        decoder: FusionDecoder,
+        frame: PromptFrame,
+        room: PromptRoom,
+        memory: ScratchMemory,
+        ratio: float,
+    ) -> Prefilled:
+        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own.
+
+        For strategies whose rows are known before the pass and that want no extras (`can_share`).
+        """
+        assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
+
+        def attempt(request: FuseRequest) -> Fused:
+            with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
+                return fuse(stitched, self._strategy, ratio)
+
+        made, record = self._weave(frame, ratio, attempt)
+        return Prefilled(made.logits, record)
+
+    def prepare_in_place(
+        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom
+    ) -> tuple[Prepared, FuseRecord]:
+        """As `prepare`, over chunks in shared pages that are all filled, of which nothing is
+        recomputed: rows look at them where they lie, and there is nothing to stitch."""
+
+        def attempt(request: FuseRequest) -> Prepared:
+            prepared = prepare_in_place(decoder, request)
+            room.lay_out(request, own_positions(request, np.array(prepared.rows)))
+            return prepared
+
+        return self._weave(frame, 0.0, attempt)
 
     def prepare(
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
@@ -132,21 +189,47 @@ class StoredPrompt:
         """
         name = self._strategy.name
         assert self._strategy.can_be_sliced, f"strategy {name!r} has no rows before its pass"
-        return self._weave(decoder, frame, kv, ratio, prepare)
 
-    def _weave(
+        def attempt(request: FuseRequest) -> Prepared:
+            with self._stitch(decoder, frame, kv, request) as stitched:
+                return prepare(stitched, self._strategy, ratio)
+
+        return self._weave(frame, ratio, attempt)
+
+    @contextmanager
+    def _stitch(
+        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, request: FuseRequest
+    ) -> Iterator[Stitched]:
+        with open_source(decoder, request.placed, self._transfer, self._strategy) as source:
+            yield Stitched(decoder, request, frame.exact, source, kv)
+
+    @contextmanager
+    def _stitch_shared(
         self,
         decoder: FusionDecoder,
         frame: PromptFrame,
-        kv: KVBuffer,
+        room: PromptRoom,
+        memory: ScratchMemory,
+        request: FuseRequest,
+    ) -> Iterator[Stitched]:
+        num_scored = len(self._strategy.needs(self._num_layers).key_layers)
+        kv = LayerScratch(memory, len(request.prompt_ids), min(num_scored, LAYERS_AT_ONCE))
+        front, strategy = frame.exact.layers, self._strategy
+        with open_shared(decoder, request, room, front, self._transfer, strategy) as source:
+            yield Stitched(decoder, request, frame.exact, source, kv)
+
+    def _weave(
+        self,
+        frame: PromptFrame,
         ratio: float,
-        attempt: Callable[[Stitched, Strategy, float], M],
+        attempt: Callable[[FuseRequest], M],
     ) -> tuple[M, FuseRecord]:
-        """Stitch and attempt, again without what was lost on the way until nothing was."""
+        """Attempt, again without what was lost on the way until nothing was."""
         started_s = time.perf_counter()
-        strategy, lease, transfer = self._strategy, self._lease, self._transfer
+        lease, transfer = self._lease, self._transfer
         named = self._named[frame.num_exact :]
         missing = _missing(self._num_layers, lease, transfer)
+        missing = {key: why for key, why in missing.items() if key not in self.resident}
         while True:
             first_is_exact = bool(named) and not frame.num_exact
             first_is_exact = first_is_exact and named[0][0] == self._chunks[0].exact_key
@@ -160,9 +243,7 @@ class StoredPrompt:
             )
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
             try:
-                with open_source(decoder, request.placed, transfer, strategy) as source:
-                    stitched = Stitched(decoder, request, frame.exact, source, kv)
-                    made = attempt(stitched, strategy, ratio)
+                made = attempt(request)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
@@ -184,7 +265,8 @@ class StoredPrompt:
         lengths = [len(ids) for _, ids in self._named[:num_exact]]
         front = exact_chunk_records(lengths, len(frame.exact.token_ids))
         why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
-        behind = chunk_records(told, made.recomputed, self._lease.tiers, missing, why)
+        tiers = {**self._lease.tiers, **dict.fromkeys(self.resident, DEVICE)}
+        behind = chunk_records(told, made.recomputed, tiers, missing, why)
         return FuseRecord(
             strategy=self._strategy.name,
             ratio=ratio,
@@ -205,17 +287,26 @@ class StoredPrompt:
         )
 
     def _rounded(self) -> set[ChunkKey]:
-        """Chunks that the store gives back other than they were computed."""
+        """Chunks that the store gives back other than they were computed. Of those that lie on the
+        device already nobody remembers: they count as such."""
         headers = self._transfer.headers().items()
-        return {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
+        rounded = {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
+        return rounded | self.resident
 
     def _loaded(self, request: FuseRequest) -> dict[str, int]:
-        """Bytes by tier."""
+        """Bytes by tier. What lies on the device already did not travel."""
         sizes = self._transfer.sizes()
         loaded: Counter[str] = Counter()
-        for key in {span.key for span in request.placed}:
+        for key in {span.key for span in request.placed} - self.resident:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)
         return dict(loaded)
+
+
+def can_share(strategy: Strategy, num_layers: int) -> bool:
+    """Whether a strategy can leave chunks in pages that others read too: it knows its rows before
+    the pass, and takes nothing from the store but layers."""
+    needs = strategy.needs(num_layers)
+    return strategy.can_be_sliced and strategy.reuses == "all" and not needs.extras
 
 
 def named_kv(

@@ -127,6 +127,13 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
     )
 
 
+def prepare_in_place(decoder: FusionDecoder, request: FuseRequest) -> Prepared:
+    """A prompt of which nothing is recomputed, over chunks that its rows see where they lie."""
+    rows = request.must_compute
+    work = len(rows) / len(request.prompt_ids)
+    return Prepared(decoder, request, rows, [], (), work, 0.0, 0.0)
+
+
 def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:
     """The rows of each reused chunk that has some."""
     reused = [span for span in request.spans if span.state is State.REUSED]

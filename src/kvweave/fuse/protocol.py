@@ -94,3 +94,11 @@ class KVBuffer(Protocol):
     def values(self, layer: int) -> Tensor:
         """[num_tokens, Hk, D]; as keys."""
         ...
+
+
+class PoolLayers(Protocol):
+    """Memory of many sequences, token by token."""
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer: keys and values [slots, Hk, D]; writing to them writes the memory."""
+        ...

@@ -4,7 +4,9 @@ A source gives one layer of all placed chunks, laid behind each other in prompt 
 RoPE. It may block until the bytes are there. For the one thread that runs the pass.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -12,7 +14,14 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.kv.format.codec import LayerKV
+from kvweave.kernels.laid_codes import (
+    StoredCodes,
+    can_lay_codes,
+    lay_codes,
+    takes_codes,
+)
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
 from kvweave.kv.format.objects import EncodedLayer, decode_joined
 from kvweave.kv.keys import ChunkKey
 
@@ -82,9 +91,11 @@ class LayerTransfer(Protocol):
 
 
 class StoredChunks:
-    """Chunks on their way from the store, decoded as they are laid."""
+    """Chunks on their way from the store, decoded as they are laid.
 
-    placer = None
+    With compiled kernels it is its own LayerPlacer: 8-bit codes are decoded, turned and laid in one
+    go. Other codecs are decoded first.
+    """
 
     def __init__(
         self, decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer
@@ -92,6 +103,51 @@ class StoredChunks:
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
+        self._laid_s = 0.0
+
+    @property
+    def placer(self) -> "StoredChunks | None":
+        decoder = self._decoder
+        is_plain = decoder.device.type == "cpu" and decoder.dtype == torch.float32
+        return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
+
+    def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        started_s = time.perf_counter()
+        arrived = self._layers.wait_layer(layer)
+        check_arrived(self._decoder, self._placed, arrived)
+        groups = {_group_of_codes(encoded.codec) for encoded in arrived.values()}
+        group = groups.pop() if len(groups) == 1 else None
+        if group is not None and takes_codes(keys, values):
+            chunks = [
+                StoredCodes(arrived[span.key].data, span.num_tokens, span.start)
+                for span in self._placed
+            ]
+            lay_codes(chunks, group, self._turn, keys, values)
+        else:
+            at = 0
+            for span in self._placed:
+                stored, end = arrived[span.key].decode(), at + span.num_tokens
+                turn = Angles(self._turn.cos[at:end], self._turn.sin[at:end])
+                rotate(stored.k, turn, out=keys[span.start : span.end])
+                values[span.start : span.end] = stored.v
+                at = end
+        self._laid_s += time.perf_counter() - started_s
+
+    @cached_property
+    def _turn(self) -> Angles:
+        """Angles of all placed tokens."""
+        runs = [torch.arange(span.start, span.end) for span in self._placed]
+        return self._decoder.angles(torch.cat(runs))
+
+    def begin(self) -> None:
+        """Layers come by themselves."""
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return self._layers.extra_tensors(name)
+
+    def stalled_s(self) -> float:
+        """Waiting for bytes, and decoding and laying them."""
+        return self._laid_s
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
@@ -108,6 +164,11 @@ class StoredChunks:
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
+
+
+def _group_of_codes(codec: Codec) -> int | None:
+    """Values that share parameters, of a codec with 8-bit codes; None: another one."""
+    return codec.group if isinstance(codec, GroupedCodec) and codec.bits == 8 else None
 
 
 def check_arrived(

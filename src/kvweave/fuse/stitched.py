@@ -2,6 +2,9 @@
 
 A layer is laid once, when it is first asked for: by the pass in order, before that by a selector
 that scores at the last layer. Bytes that were loaded for scoring are therefore never fetched twice.
+
+Over chunks that lie in shared pages (shared_chunks.py) the buffer holds a few layers at a time: one
+that made room is laid again, and the pass says when a layer is done.
 """
 
 import time
@@ -14,6 +17,7 @@ from torch import Tensor
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State
+from kvweave.fuse.shared_chunks import LayerScratch, SharedChunks
 from kvweave.fuse.sources import ChunkSource
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate
@@ -43,6 +47,9 @@ class Stitched:
         self._preamble = preamble
         self._source = source
         self._placer = source.placer
+        self._shared = source if isinstance(source, SharedChunks) else None
+        self._scratch = kv if isinstance(kv, LayerScratch) else None
+        assert (self._shared is None) == (self._scratch is None), "shared chunks want scratch"
         self._laid: set[int] = set()
         self._is_preamble_laid = False
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
@@ -58,6 +65,10 @@ class Stitched:
         `change` may write to what is laid before its keys are turned, as `unturned` has it. Returns
         whether it was asked: only where that memory is the request's own.
         """
+        if self._scratch is not None and self._shared is not None:
+            if not self._scratch.holds(layer):
+                self._shared.lay(layer, self.kv.keys(layer), self.kv.values(layer))
+            return False
         if layer in self._laid:
             return False
         self.lay_preamble()
@@ -79,12 +90,22 @@ class Stitched:
         """The preamble of every layer, unless it is there: on a GPU two orders instead of two per
         layer. The first layer needs it; a caller may order it earlier, while the device is busy."""
         stored = self._preamble.layers
-        if not stored or self._is_preamble_laid:
-            return
+        if not stored or self._is_preamble_laid or self._shared is not None:
+            return  # shared chunks lay the front with each layer
         end, layers = len(self._preamble.token_ids), range(len(stored))
         torch._foreach_copy_([self.kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
         torch._foreach_copy_([self.kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
         self._is_preamble_laid = True
+
+    def begin_rows(self, rows: Tensor) -> None:
+        """The pass begins: it computes the rows at these positions [R], on the host."""
+        if self._shared is not None:
+            self._shared.begin_rows(rows)
+
+    def keep(self, layer: int) -> None:
+        """The pass has written all it computes of a layer. Its memory may be another's next."""
+        if self._shared is not None:
+            self._shared.keep(layer, self.kv.keys(layer), self.kv.values(layer))
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
         at = 0

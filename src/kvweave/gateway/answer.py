@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer, Piece
 from kvweave.app.answer.sources import AnswerSource
+from kvweave.app.answer.tool_answer import CALLED
 from kvweave.app.notes import UpstreamNote
 from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
@@ -179,6 +180,8 @@ class _Attempt:
     def answer(self) -> Answer:
         end, story, now_s = self._end, self._story, time.perf_counter()
         prompt = self._request.prompt
+        calls = tuple(piece.call for piece in self._given if piece.call is not None)
+        reason = end.finish_reason or "stop"
         note = UpstreamNote(
             upstream=self.lease.replica.name,
             attempts=self._number,
@@ -194,7 +197,7 @@ class _Attempt:
         )
         return Answer(
             text="".join(piece.text for piece in self._given),
-            finish_reason=end.finish_reason or "stop",
+            finish_reason=CALLED if calls and reason == "stop" else reason,
             prompt_tokens=_known(end.prompt_tokens, prompt.num_tokens),
             completion_tokens=_known(end.completion_tokens, len(self._given)),
             ttft_ms=((self._first_s or now_s) - story.called_s) * 1e3,
@@ -204,6 +207,7 @@ class _Attempt:
             stopped_because=end.stopped_because,
             sources=story.sources,
             query=story.query,
+            tool_calls=calls,
             upstream=note,
         )
 

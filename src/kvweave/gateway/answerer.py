@@ -49,10 +49,15 @@ from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.length import refuse_long
 from kvweave.text.prompt import Document, PastMessage, chunk_text, past_messages
 from kvweave.text.tokenizer import Tokenizer
+from kvweave.text.tool_calls import has_tool_parts
 from kvweave.types import ChunkId, Hit
 
 GUESSES_PER_REPLICA = 4  # prompts under way at a replica, at which no guess is added
 STEP_ROWS = 2048  # that an engine computes between two looks for a cut connection
+NO_TOOLS = (
+    "a gateway passes 'tools' and their calls on in plain chats only; leave 'kb' and 'documents' "
+    "out, or ask an engine"
+)
 NO_KB = "no knowledge base is named, and no documents; send 'kb' or 'documents'"
 
 
@@ -163,6 +168,8 @@ class RoutedAnswerer:
             self.check_reuse(asked.reuse)
         except ConfigError as error:
             raise RequestError(str(error)) from error
+        if asked.tool_use is not None or has_tool_parts([*asked.history, *asked.since]):
+            raise RequestError(NO_TOOLS)
         self._refuse_long(asked)
         talk = self._talk(asked)
         texts = self._texts_of(talk.messages)

@@ -8,6 +8,7 @@ from typing import Any
 from kvweave.engine.sampling import ANSWER_PENALTIES, Sampling
 from kvweave.gateway.cards import UpstreamCard, UpstreamKind
 from kvweave.gateway.prompts import CHAT, UpstreamPrompt
+from kvweave.text.tool_calls import ToolUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class UpstreamRequest:
     reuse: str | None = None  # a strategy; None and "auto": the upstream's own choice
     ratio: float | None = None
     bound: float | None = None
+    tool_use: ToolUse | None = None  # what the model may call; in chats alone
 
     def prefill_only(self) -> "UpstreamRequest":
         """The same, for one token: its prompt is computed, and no more."""
@@ -54,6 +56,12 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
         body["response_format"] = {"type": "json_schema", "json_schema": made}
     if drawn.stop:
         body["stop"] = list(drawn.stop)
+    if (use := request.tool_use) is not None:
+        body["tools"] = list(use.tools)
+        named = {"type": "function", "function": {"name": use.named}}
+        body["tool_choice"] = use.choice if use.named is None else named
+        if not use.parallel:
+            body["parallel_tool_calls"] = False
     if drawn.logprobs is not None:
         is_chat = prompt.path == CHAT
         body |= (

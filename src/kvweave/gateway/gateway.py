@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, KVTransfer, PlainOptions, Question
+from kvweave.app.question import AskOptions, ChatOptions, KVTransfer, PlainOptions, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
@@ -38,6 +38,9 @@ from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate_tokenizer
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from kvweave.app.weave import Weave
 
 GUESSERS = 16  # threads that wait for prompts of guesses
 FIRST_CARD_S = 60.0  # for an upstream to say what it is, at the start
@@ -106,6 +109,14 @@ class Gateway:
     def models(self) -> dict[str, int | None]:
         return {self._model: self.max_context, **self.fleet.models()}
 
+    def models_of(self, folder: Path) -> list[str]:
+        return [self._model]
+
+    @property
+    def engines(self) -> "tuple[Weave, ...]":
+        """None: upstreams are watched by the fleet."""
+        return ()
+
     def why_unready(self) -> str | None:
         return self.fleet.why_unready()
 
@@ -156,18 +167,15 @@ class Gateway:
         return self._answerers.of(asked.model).answer(asked, called_s)
 
     def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        model: str | None = None,
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> RoutedAnswer:
+        """`tools` go to the upstream as they are: its template shows them, and it reads calls."""
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        prompt = chat_messages(messages, tenant.encode(), self._upstreams.of(model).model)
-        return self._plain(prompt, PlainOptions(sampling, reuse, tenant))
+        plain = PlainOptions.of(options)
+        name = self._upstreams.of(options.get("model")).model
+        tools = () if plain.tool_use is None else plain.tool_use.tools
+        return self._plain(chat_messages(messages, plain.tenant.encode(), name, tools), plain)
 
     def complete(
         self,
@@ -186,7 +194,8 @@ class Gateway:
 
     def _plain(self, prompt: UpstreamPrompt, options: PlainOptions) -> RoutedAnswer:
         sampling = options.sampling or self.sampling(model=prompt.routed.model)
-        request = UpstreamRequest(prompt, sampling, options.tenant, options.reuse)
+        use = options.tool_use
+        request = UpstreamRequest(prompt, sampling, options.tenant, options.reuse, tool_use=use)
         return RoutedAnswer(self.fleet, request, AnswerStory(time.perf_counter()))
 
     # ── knowledge bases ──────────────────────────────────────────────────────

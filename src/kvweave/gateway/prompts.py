@@ -8,6 +8,7 @@ stands.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +23,8 @@ from kvweave.types import ChunkId
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHARS_PER_TOKEN = 4  # of a text whose tokenizer is not here: a guess for routing alone
+
+CALLING = ("tool_calls", "tool_call_id")  # fields of messages about calls
 
 ChunkIds = tuple[int, ...]
 TextOf = Callable[[ChunkIds], str]  # of a chunk by its token ids
@@ -134,12 +137,21 @@ class TextPrompts:
 
 
 def chat_messages(
-    messages: Sequence[Mapping[str, Any]], salt: bytes, model: str = ""
+    messages: Sequence[Mapping[str, Any]],
+    salt: bytes,
+    model: str = "",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> UpstreamPrompt:
-    """A conversation without chunks, as the client sent it."""
-    sent = [{"role": str(m["role"]), "content": str(m["content"])} for m in messages]
-    parts = tuple(text_part(f"{m['role']}\0{m['content']}") for m in sent)
-    routed = RoutedPrompt(parts, salt, model)
+    """A conversation without chunks, as the client sent it. `tools` stand in front of it."""
+    sent: list[dict[str, Any]] = []
+    parts = [text_part(json.dumps(tools))] if tools else []
+    for message in messages:
+        calls = {name: message[name] for name in CALLING if message.get(name)}
+        content = str(message.get("content") or "")
+        sent.append({"role": str(message["role"]), "content": content, **calls})
+        said = json.dumps(calls, default=str) if calls else ""
+        parts.append(text_part(f"{message['role']}\0{content}{said}"))
+    routed = RoutedPrompt(tuple(parts), salt, model)
     return UpstreamPrompt(CHAT, {"messages": sent}, routed, routed.num_tokens)
 
 

@@ -8,6 +8,7 @@ from kvweave.app.answer.answer_stream import Piece, TokenLogprob
 from kvweave.errors import UpstreamRefusal
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.refusals import ToldError, error_of, refused
+from kvweave.text.tool_calls import ToolCall
 
 DATA, DONE = b"data:", b"[DONE]"
 MALFORMED = 502  # what a reply that cannot be read is, to those who wait for it
@@ -32,6 +33,7 @@ class ReplyReader:
     def __init__(self, exchange: Exchange, upstream: str) -> None:
         self._exchange = exchange
         self._upstream = upstream
+        self._calls: dict[int, ToolCall] = {}  # as far as they have come, by place
         self.end = UpstreamEnd()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -92,7 +94,22 @@ class ReplyReader:
             seen = _logprobs(choice.get("logprobs"))
             if text or seen:
                 yield from _as_pieces(str(text), seen)
+            for part in (choice.get("delta") or {}).get("tool_calls") or ():
+                self._add_call(part)
+            if reason is not None:
+                calls, self._calls = self._calls, {}
+                yield from (Piece("", call=calls[place]) for place in sorted(calls))
         self.end = end
+
+    def _add_call(self, part: Mapping[str, Any]) -> None:
+        """Calls come in parts: a name, then the text of its arguments bit by bit."""
+        place, function = int(part.get("index") or 0), part.get("function") or {}
+        known = self._calls.get(place) or ToolCall("", "", "")
+        self._calls[place] = ToolCall(
+            str(part.get("id") or known.id),
+            known.name + str(function.get("name") or ""),
+            known.arguments + str(function.get("arguments") or ""),
+        )
 
     def _malformed(self, what: str) -> UpstreamFailed:
         return UpstreamFailed(f"{self._upstream} sent {what}", MALFORMED)

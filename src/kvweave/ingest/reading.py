@@ -4,6 +4,7 @@ A bad file is counted as skipped, and leaves what an earlier run took from it.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 
@@ -172,15 +173,17 @@ class SourceReader:
             document_id = _document_id(source.source, record.key)
             source.seen.add(document_id)
             content = _text_fingerprint(record.title, record.text)
-            fingerprint = f"{content}{_suffix(source.metadata)}"
+            said = source.metadata
+            if record.metadata:
+                said = {**said, **json.loads(record.metadata)}  # what it says of itself goes before
+            fingerprint = f"{content}{_suffix(said)}"
             if old.get(document_id) == fingerprint:
                 self._tally.unchanged += 1
                 self._tally.done_bytes += share_bytes
                 continue
-            document = ParsedDocument(
-                document_id, source.source, record.title, record.text, source.metadata
-            )
+            document = ParsedDocument(document_id, source.source, record.title, record.text, said)
             try:
+                check_metadata(said)
                 placed = list(self._chunker.cut(record.title, record.text, ticking))
                 assert placed, "parsers leave blank records out"
             except EngineClosed:

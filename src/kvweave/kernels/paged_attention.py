@@ -58,7 +58,7 @@ def attend_paged_reference(
             continue
         rows = slice(segment.start, segment.end)
         num_keys = int(positions[segment.end - 1]) + 1
-        pieces = _pieces(segment, page, num_keys)
+        pieces = page_pieces(segment.page_table, segment.runs, page, num_keys)
         if len(pieces) > 1 and segment.end - segment.start < GATHER_ROWS:
             parts.append(_attend_pieces(q[rows], positions[rows], pieces, keys, values, scale))
             continue
@@ -70,10 +70,12 @@ def attend_paged_reference(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-def _pieces(segment: PagedSegment, page: int, num_keys: int) -> list[tuple[int, int]]:
+def page_pieces(
+    table: Sequence[int], runs: Sequence[tuple[int, int]] | None, page: int, num_keys: int
+) -> list[tuple[int, int]]:
     """The first `num_keys` keys as slots [start, end) of the pool, piece by piece."""
     pieces, left = [], num_keys
-    for first, count in segment.runs or _runs(segment.page_table):
+    for first, count in runs or _runs(table):
         taken = min(left, count * page)
         pieces.append((first * page, first * page + taken))
         left -= taken

@@ -188,14 +188,16 @@ class ByRows:
         """`ways`: up to how many rows, in ascending order; the last is for all beyond, too."""
         self._ways = ways
         self._few_rows, self._few = ways[0]
+        self.bounds = tuple(most for most, _ in ways)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return self._for(len(x))(x, out)
+        return self.way_for(len(x))(x, out)
 
     def add_to(self, h: Tensor, x: Tensor) -> None:
-        self._for(len(x)).add_to(h, x)
+        self.way_for(len(x)).add_to(h, x)
 
-    def _for(self, num_rows: int) -> Projection:
+    def way_for(self, num_rows: int) -> Projection:
+        """What multiplies so many rows."""
         if num_rows <= self._few_rows:
             return self._few
         return next((way for most, way in self._ways if num_rows <= most), self._ways[-1][1])

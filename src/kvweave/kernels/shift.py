@@ -4,12 +4,14 @@ Shapes: N rows, C chunks, T rows of the request's KV, Hk KV heads, D head dim, r
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native import stored as in_c
 from kvweave.kernels.rope import Angles, rotate
 
 
@@ -68,13 +70,32 @@ class Run(NamedTuple):
         return cls(slice(start, start + len(cos)), cos.shape[-1], *wide)
 
 
-def shift_runs(
-    keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: Sequence[Run]
-) -> None:
-    """As `shift`, chunk c being runs[c]: what a CPU does without gathering a row."""
-    half = runs[0].half
+@dataclass(frozen=True, slots=True)
+class ChunkRuns:
+    """Some chunks whose rows lie side by side."""
+
+    each: tuple[Run, ...]
+    table: Tensor  # [C, 2] int64: first row of every chunk, and how many it has
+    turn: Angles  # [N, 1, r/2] float32 of all their rows, chunk by chunk
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, Angles]], head_dim: int) -> "ChunkRuns":
+        """Chunks by their first row and the angles of their rows."""
+        each = tuple(Run.of(start, angles, head_dim) for start, angles in chunks)
+        table = torch.tensor([(start, len(angles.cos)) for start, angles in chunks])
+        cos, sin = (torch.cat(parts).float() for parts in zip(*(a for _, a in chunks), strict=True))
+        return cls(each, table, Angles(cos, sin))
+
+
+def shift_runs(keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: ChunkRuns) -> None:
+    """As `shift`, chunk c being runs.each[c]: what a CPU does without gathering a row."""
+    library = compiled(keys, values, by_k, by_v)
+    if library is not None and in_c.has_whole_rows(keys, values):
+        in_c.shift_runs(library, (keys, values), (by_k, by_v), runs.table, runs.turn)
+        return
+    half = runs.each[0].half
     swapped = torch.cat([by_k[..., half : 2 * half], by_k[..., :half], by_k[..., 2 * half :]], -1)
-    for c, (rows, _, cos, sin) in enumerate(runs):
+    for c, (rows, _, cos, sin) in enumerate(runs.each):
         here, each = slice(c, c + 1), (keys[rows], values[rows])
         wide_k, wide_v = (x.float() for x in each)  # themselves, if they are float32
         wide_k.addcmul_(cos, by_k[here]).addcmul_(sin, swapped[here])

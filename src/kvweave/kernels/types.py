@@ -31,6 +31,30 @@ class PagedSegment(NamedTuple):
     runs: Sequence[tuple[int, int]] | None = None  # the table as (first page, pages), if known
 
 
+class SharedChunk(NamedTuple):
+    """A chunk that lies once in read-only pages, keys turned to their places in the chunk.
+
+    One copy serves every prompt: a row at position t sees key j of a chunk that starts at s at the
+    distance (t - s) - j, so queries are turned back by s and keys are left alone.
+    """
+
+    pages: Sequence[int]  # in the order of its tokens
+    num_tokens: int
+    start: int  # position of its first token in this prompt
+    replaced: Tensor | None = (
+        None  # [num_tokens] bool on the host: rows the sequence has of its own
+    )
+
+
+class SegmentedRows(NamedTuple):
+    """Rows of a batch that look at pages of their own sequence and at shared chunks."""
+
+    start: int  # first row of the flat batch that belongs to this sequence
+    end: int  # one past the last
+    own: PagedSegment  # slot i holds the i-th own row by position; keys turned to true positions
+    chunks: Sequence[SharedChunk] = ()  # none: a plain sequence. Not changed while it is in use
+
+
 class Owners(NamedTuple):
     """Which chunk each chosen row belongs to: the rows of a chunk lie side by side."""
 
@@ -65,3 +89,11 @@ class StoredRows(NamedTuple):
     nth: Tensor  # int64: its number in the chunk
     length: Tensor  # int64: tokens of the chunk
     row: Tensor  # int64: of the request's KV; no two alike
+
+
+class RowMoves(NamedTuple):
+    """Which rows of one memory go to which of another. On the device of both."""
+
+    source: Tensor  # [n] int64
+    target: Tensor  # [n] int64; no two alike
+    which: Tensor | None = None  # [n] int64: the turn of each row, where keys are turned

@@ -20,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NewType
 
 from kvweave.kv.format.header import LAYOUT_VERSION
@@ -50,9 +51,9 @@ class KeyContext:
     layout_version: int = LAYOUT_VERSION
 
     def context_id(self) -> ContextId:
-        return ContextId(_digest(CONTEXT_BYTES, b"kvweave context 2", *self._encoded()))
+        return _begun(self)[0]
 
-    def _encoded(self) -> list[bytes]:
+    def encoded(self) -> list[bytes]:
         encoded: list[bytes] = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -71,11 +72,22 @@ def make_chunk_key(
     `behind` names the chunks it was computed behind, in order. They are part of the content id
     alone: a context of its own for each chunk would be a folder of its own on disk.
     """
-    parts = [*context._encoded(), _ids_bytes(token_ids), *(name.encode() for name in behind)]
-    content = _digest(KEY_BYTES - _TAG_END, b"kvweave chunk", *parts)
+    context_id, begun = _begun(context)
+    ids = _ids_bytes(token_ids)
+    content = _updated(begun.copy(), ids, *(name.encode() for name in behind)).digest()
     # the hash that corpus/chunker.py names chunks by: tests/kv/test_keys.py holds the two together
-    chunk_id = hashlib.blake2b(_ids_bytes(token_ids), digest_size=_CHUNK_ID_BYTES).digest()
-    return ChunkKey(context.context_id() + chunk_id[:TAG_BYTES] + content)
+    chunk_id = hashlib.blake2b(ids, digest_size=_CHUNK_ID_BYTES).digest()
+    return ChunkKey(context_id + chunk_id[:TAG_BYTES] + content)
+
+
+@lru_cache(maxsize=256)  # a plan names every chunk of its prompt in several contexts
+def _begun(context: KeyContext) -> tuple[ContextId, "hashlib.blake2b"]:
+    """The id of a context, and the hash of a chunk in it as far as its own tokens."""
+    fields = context.encoded()
+    named = hashlib.blake2b(digest_size=CONTEXT_BYTES)
+    context_id = ContextId(_updated(named, b"kvweave context 2", *fields).digest())
+    content = hashlib.blake2b(digest_size=KEY_BYTES - _TAG_END)
+    return context_id, _updated(content, b"kvweave chunk", *fields)
 
 
 def context_of(key: ChunkKey) -> ContextId:
@@ -106,13 +118,12 @@ def parse_key(text: str) -> ChunkKey | None:
     return ChunkKey(raw) if len(raw) == KEY_BYTES and text == raw.hex() else None
 
 
-def _digest(num_bytes: int, *parts: bytes) -> bytes:
-    """Hash of a list of fields. Each carries its length, so no two lists look alike."""
-    state = hashlib.blake2b(digest_size=num_bytes)
+def _updated(state: "hashlib.blake2b", *parts: bytes) -> "hashlib.blake2b":
+    """A hash with more fields in it. Each carries its length, so no two lists look alike."""
     for part in parts:
         state.update(struct.pack("<Q", len(part)))
         state.update(part)
-    return state.digest()
+    return state
 
 
 def _ids_bytes(token_ids: Sequence[int]) -> bytes:

@@ -21,12 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvweave.kernels.dispatch import compiled
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.host import on_device
+from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
 from kvweave.kernels.native.loading import kernels_so_far
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.model.batch_kv import kv_of
+from kvweave.model.batch_kv import BatchKV, kv_of
 from kvweave.model.experts import routed_mlp
 from kvweave.model.rope import frequencies
 from kvweave.model.row_hook import QKV, run_hooks
@@ -35,6 +37,9 @@ from kvweave.model.sequence_kv import SequenceKV
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import Weights
 
+# rows up to which compiled layers run in one call; with more, a layer takes long enough to be
+# heard of
+FEW_ROWS = 32
 # nats per token to the exact weights: below it rounded ones count as the same model, and `auto`
 # takes them
 SMALL_KL = 0.01
@@ -66,6 +71,7 @@ class Decoder:
         self.device = weights.embedding.device
         self._inv_freq = frequencies(spec.rope).to(self.device)
         self._scratch = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._compiled: CompiledLayers | None = None  # made when kernels were, and rows come
         self.on_layer: Callable[[], None] = lambda: None  # hears of every layer that is reached
 
     @cached_property
@@ -129,7 +135,12 @@ class Decoder:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
         kv, hooked = kv_of(batch, self.device), hooked_rows(batch)
+        done = 0  # layers
         for layer in range(self.spec.num_layers):
+            if layer < done:
+                continue
+            if not hooked and (done := self._run(layer, h, batch, kv, positions, angles)) > layer:
+                continue
             fresh = self.qkv(layer, h)
             run_hooks(hooked, layer, fresh)
             q = fresh.q
@@ -148,9 +159,58 @@ class Decoder:
             h = self.finish(layer, h, kv.attend(layer, rotate(q, angles), positions, counts))
         return self.logits(h)
 
+    def _run(
+        self,
+        layer: int,
+        h: Tensor,
+        batch: Sequence[Rows],
+        kv: BatchKV,
+        positions: Tensor,
+        angles: Angles,
+    ) -> int:
+        """Run layers from `layer` on by compiled kernels, as far as all rows go on together and
+        these can: the first layer that is left, `layer` itself where they cannot."""
+        kernels = self._layers(h)
+        if kernels is None or not len(h):
+            return layer
+        end = kernels.stretch(layer, len(h))
+        if any(len(rows.wanted) < len(rows.token_ids) for rows in batch):
+            end = min(end, self.spec.num_layers - 1)  # behind its keys only logits rows matter
+        exits = [rows.early_exit.layer for rows in batch if rows.early_exit is not None]
+        end = min([end, *(at for at in exits if at >= layer)])
+        if end <= layer:
+            return layer
+        placed = kv.placed(positions)
+        if placed is None:
+            return layer
+        step = end - layer if len(h) <= FEW_ROWS else 1
+        for first in range(layer, end, step):
+            kernels.run(range(first, first + step), h, angles, placed)
+            self.on_layer()
+        return end
+
+    def _layers(self, h: Tensor) -> CompiledLayers | None:
+        """The layers as compiled kernels have them, if there are any for rows like h."""
+        library = compiled(h)
+        if library is None or not h.is_contiguous():
+            return None
+        if self._compiled is None or self._compiled.library is not library:
+            spec = self.spec
+            sizes = LayerSizes(
+                spec.hidden_dim, spec.inner_dim, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+                len(self._inv_freq), spec.norm_eps,
+            )  # fmt: skip
+            self._compiled = CompiledLayers(library, sizes, self.weights.layers)
+        return self._compiled
+
     def angles(self, positions: Tensor) -> Angles:
         """RoPE angles of `positions` [R], for every layer alike."""
         return make_angles(positions, self._inv_freq, self.spec.rope.attention_factor, self.dtype)
+
+    def turn(self, positions: Tensor) -> Angles:
+        """The rotation by `positions` [R] alone, in float32: without the factor that `angles` put
+        into queries and keys already. Turns a query back by the start of a chunk."""
+        return make_angles(positions, self._inv_freq, 1.0, torch.float32)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Hidden states [R, E] of token ids [R]."""
@@ -162,10 +222,15 @@ class Decoder:
         With `out` [R, (Hq + 2 Hk) D] it is written there, and the answer is views of it.
         """
         spec, w = self.spec, self.weights.layers[layer]
-        fused = w.qkv(self._norm(h, w.input_norm), out)
-        fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        heads = spec.num_heads + 2 * spec.num_kv_heads
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        q, k, v = torch.split(fused, sizes, dim=1)
+        kernels = self._layers(h)
+        if kernels is not None and kernels.fits(layer, len(h)):
+            fused = h.new_empty(len(h), heads * spec.head_dim) if out is None else out
+            kernels.begin(layer, h, fused)
+            return QKV(*torch.split(fused.view(len(h), heads, spec.head_dim), sizes, dim=1))
+        fused = w.qkv(self._norm(h, w.input_norm), out)
+        q, k, v = torch.split(fused.view(len(h), heads, spec.head_dim), sizes, dim=1)
         if w.q_norm is not None and w.k_norm is not None:
             into = (None, None) if out is None else (q, k)
             q, k = self._norm(q, w.q_norm, into[0]), self._norm(k, w.k_norm, into[1])
@@ -177,8 +242,12 @@ class Decoder:
         Works in place: `h` is overwritten and returned.
         """
         self.on_layer()
-        w = self.weights.layers[layer]
-        w.out.add_to(h, attended.flatten(1))
+        w, attended = self.weights.layers[layer], attended.flatten(1)
+        kernels = self._layers(h)
+        if kernels is not None and kernels.fits(layer, len(h)):
+            kernels.end(layer, h, attended)
+            return h
+        w.out.add_to(h, attended)
         x = self._norm(h, w.mlp_norm)
         if w.experts is not None:
             assert self.spec.experts is not None, "expert weights without an expert spec"

@@ -39,6 +39,8 @@ class KVPool:
         self.keys = room_for(shape, dtype, device)  # [L, P + 1, page, Hk, D]
         self.values = room_for(shape, dtype, device)
         self._flat = (-1, spec.num_kv_heads, spec.head_dim)
+        every = (spec.num_layers, *self._flat)
+        self.memory = self.keys.view(every), self.values.view(every)  # [L, slots, Hk, D], as views
 
     @property
     def page_bytes(self) -> int:

@@ -6,14 +6,14 @@ second such step is recorded, and every later one is one copy of small numbers a
 
 Batches are filled up to a few sizes (`padded_rows`). Rows that only fill up write into the pool's
 scratch page and look at nothing. Lengths and pages are read from tables on the device
-(`kernels/gpu/decode.py`), so sequences grow, come and go without another recording.
+(`step_attention.py`), so sequences grow, come and go without another recording. A size has two
+recordings: of batches in which no sequence shares chunks, and of those in which some do.
 
 Shapes: B rows of a recording, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -27,9 +27,18 @@ from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rows import Rows
+from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.model.step_attention import (
+    COLUMNS,
+    PageArrays,
+    PagedAttention,
+    SharedAttention,
+    StepAttention,
+)
 
 STEP = 8  # rows between two sizes of large batches
-COLUMNS = 3  # token id, position, slot of each row
+FEW_ROWS, WIDE_STEP = 64, 32  # and of those beyond so many
+MOST_OWN_KEYS = 1 << 16  # that rows of one prompt read one by one, each for itself
 
 
 class StepResult(NamedTuple):
@@ -44,18 +53,46 @@ def is_decode(batch: Sequence[Rows]) -> bool:
     exit."""
     return bool(batch) and all(
         len(rows.token_ids) == len(rows.wanted) == 1
-        and isinstance(rows.kv, PagedKV)
+        and isinstance(rows.kv, PagedKV | SegmentedKV)
         and rows.hook is None
         and rows.early_exit is None
         for rows in batch
     )
 
 
+def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
+    """The rows of a step one by one, if a recorded step can compute them so: each sees what stands
+    before it all the same. Those of a prompt over shared chunks can, behind all of them: each chunk
+    is read once for all, and their own rows are few. None: they cannot."""
+    singles: list[Rows] = []
+    for rows in batch:
+        kv, num_rows = rows.kv, len(rows.token_ids)
+        if rows.hook is not None or rows.early_exit is not None:
+            return None
+        if num_rows == 1 and isinstance(kv, PagedKV | SegmentedKV):
+            singles.append(rows)
+            continue
+        if not isinstance(kv, SegmentedKV) or rows.positions[0] < kv.chunks_end:
+            return None
+        if num_rows * (rows.positions[-1] - kv.num_shared) > MOST_OWN_KEYS:
+            return None
+        for i, (token, position) in enumerate(zip(rows.token_ids, rows.positions, strict=True)):
+            singles.append(Rows([token], [position], kv, [0] if i in rows.wanted else []))
+    return singles
+
+
+def shares_chunks(batch: Sequence[Rows]) -> bool:
+    """Whether some sequence of a batch looks at chunks that others may look at too."""
+    return any(isinstance(rows.kv, SegmentedKV) and rows.kv.chunks for rows in batch)
+
+
 def padded_rows(num_rows: int) -> int:
-    """Rows of the recording that serves so many: 1, 2, 4, 8, 16, 24, 32 and so on."""
+    """Rows of the recording that serves so many: 1, 2, 4, 8, 16, 24, 32 and so on to 64, then 96,
+    128 and so on."""
     if num_rows <= STEP:
         return 1 << (num_rows - 1).bit_length()
-    return -(-num_rows // STEP) * STEP
+    step = STEP if num_rows <= FEW_ROWS else WIDE_STEP
+    return -(-num_rows // step) * step
 
 
 def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDecode | None":
@@ -69,7 +106,7 @@ def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDe
 class RecordedDecode:
     """The recorded steps of one decoder over one pool. Used by the thread that owns the device.
 
-    There is at most one recording per size, and sizes are bounded by `most_rows`. All share one
+    There are at most two recordings per size, and sizes are bounded by `most_rows`. All share one
     pool of device memory.
     """
 
@@ -77,15 +114,17 @@ class RecordedDecode:
         self._decoder = decoder
         self._pool = pool
         self._most_rows = most_rows
-        self._recordings: dict[int, RecordedStep | None] = {}  # by rows; None: seen once
+        # by rows, and whether chunks are shared; None: seen once
+        self._recordings: dict[tuple[int, bool], RecordedStep | None] = {}
         self.refusals = Refusals("decoding", "steps take longer")
+        self.shared_refusals = Refusals("decoding over shared chunks", "such steps take longer")
         self._page_arrays = PageArrays()
         self.num_played = 0  # steps
 
     @property
     def sizes(self) -> list[int]:
         """Rows of what is recorded."""
-        return sorted(size for size, made in self._recordings.items() if made is not None)
+        return sorted({size for (size, _), made in self._recordings.items() if made is not None})
 
     @property
     def memory_pools(self) -> set[Any]:
@@ -94,43 +133,33 @@ class RecordedDecode:
 
     @torch.inference_mode()
     def play(self, batch: Sequence[Rows]) -> StepResult | None:
-        """Compute a step that `is_decode`. None: it is not recorded (yet), and nothing was done."""
-        num_rows = padded_rows(len(batch))
-        if num_rows > self._most_rows:
+        """Compute a step that `is_decode`. None: it is not recorded (yet), or its sequences hold
+        more chunks than a recording has room for, and nothing was done."""
+        kind = padded_rows(len(batch)), shares_chunks(batch)
+        if kind[0] > self._most_rows:
             return None
-        if num_rows not in self._recordings:  # the first of its size warms everything up
-            self._recordings[num_rows] = None
+        if kind not in self._recordings:  # the first of its size warms everything up
+            self._recordings[kind] = None
             return None
-        recording = self._recordings[num_rows] or self._record(num_rows)
-        if recording is None:
-            return None
-        self.num_played += 1
-        return recording.play(batch)
+        recording = self._recordings[kind] or self._record(*kind)
+        played = None if recording is None else recording.play(batch)
+        self.num_played += played is not None
+        return played
 
-    def _record(self, num_rows: int) -> "RecordedStep | None":
-        if not self.refusals.may_record(num_rows):
+    def _record(self, num_rows: int, shares: bool) -> "RecordedStep | None":
+        refusals = self.shared_refusals if shares else self.refusals
+        if not refusals.may_record(num_rows):
             return None
         other = next((made for made in self._recordings.values() if made is not None), None)
+        attention = SharedAttention if shares else PagedAttention
         try:
-            made = RecordedStep(self._decoder, self._pool, num_rows, self._page_arrays, other)
+            tables = attention(self._decoder, self._pool, num_rows, self._page_arrays)
+            made = RecordedStep(self._decoder, self._pool, num_rows, tables, other)
         except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
-            self.refusals.failed(num_rows, error)
+            refusals.failed(num_rows, error)
             return None
-        self._recordings[num_rows] = made
+        self._recordings[num_rows, shares] = made
         return made
-
-
-class PageArrays:
-    """Page tables of sequences as arrays, each made anew only when it has grown."""
-
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[PagedKV, NDArray[np.int32]] = WeakKeyDictionary()
-
-    def of(self, kv: PagedKV) -> NDArray[np.int32]:
-        known = self._known.get(kv)
-        if known is None or len(known) != len(kv.page_table):
-            known = self._known[kv] = np.array(kv.page_table, dtype=np.int32)
-        return known
 
 
 class RecordedStep:
@@ -141,68 +170,52 @@ class RecordedStep:
         decoder: Decoder,
         pool: KVPool,
         num_rows: int,
-        page_arrays: PageArrays,
+        attention: StepAttention,
         other: "RecordedStep | None",
     ) -> None:
-        from kvweave.kernels.gpu.decode import DecodeTables
-
-        spec = decoder.spec
-        longest = -(-spec.max_context // pool.page_tokens)
         self._decoder = decoder
         self._pool = pool
-        self._page_arrays = page_arrays
-        self._tables = DecodeTables(
-            num_rows,
-            min(pool.num_pages, longest),
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=decoder.dtype,
-            device=decoder.device,
-            num_columns=COLUMNS,
-        )
-        self._send([])  # a step without sequences: it touches the scratch page alone
+        self._num_rows = num_rows
+        self._attention = attention
+        attention.send([], self._numbers([]))  # no sequences: it touches the scratch page alone
         shared = None if other is None else other.graph
         self.graph: StepGraph = StepGraph(decoder, self._compute, shared)
 
-    def play(self, batch: Sequence[Rows]) -> StepResult:
-        self._send(batch)
+    def play(self, batch: Sequence[Rows]) -> StepResult | None:
+        """None: the tables have no room for what these sequences look at."""
+        if not self._attention.send(batch, self._numbers(batch)):
+            return None
         found = self.graph.replay()
         return StepResult(found.logits[: len(batch)], found.likeliest[: len(batch)])
 
-    def _send(self, batch: Sequence[Rows]) -> None:
-        """Everything that differs from step to step, in one copy."""
-        numbers = np.zeros((COLUMNS, self._tables.num_sequences), dtype=np.int32)
+    def _numbers(self, batch: Sequence[Rows]) -> NDArray[np.int32]:
+        """Token id, position and slot of every row."""
+        numbers = np.zeros((COLUMNS, self._num_rows), dtype=np.int32)
         numbers[2] = self._pool.scratch_page * self._pool.page_tokens
-        positions = [rows.positions[0] for rows in batch]
-        slots, pages = [], []
-        for rows, position in zip(batch, positions, strict=True):
-            kv = rows.kv
-            assert isinstance(kv, PagedKV), "recorded rows live in pages"
+        slots = []
+        for rows in batch:
+            kv, position = rows.kv, rows.positions[0]
+            assert isinstance(kv, PagedKV | SegmentedKV), "recorded rows live in pages"
             assert kv.pool is self._pool, "recorded rows live in the pool they were recorded over"
             kv.reserve(position + 1)
             slots += kv.slots([position])
-            pages.append(self._page_arrays.of(kv))
         ids = [rows.token_ids[0] for rows in batch]
-        numbers[:, : len(batch)] = ids, positions, slots
-        self._tables.update([position + 1 for position in positions], pages, numbers)
+        numbers[:, : len(batch)] = ids, [rows.positions[0] for rows in batch], slots
+        return numbers
 
     def _compute(self) -> StepResult:
         """`Decoder.forward` for one row of every sequence, by the tables on the device."""
-        from kvweave.kernels.gpu.decode import attend_decode
-
-        decoder, pool = self._decoder, self._pool
-        ids, positions, slots = self._tables.rows.long()
+        decoder, pool, attention = self._decoder, self._pool, self._attention
+        ids, positions, slots = attention.rows.long()
         angles = decoder.angles(positions)
+        attend = attention.begin()
         h = decoder.embed(ids)
         for layer in range(decoder.spec.num_layers):
             q, k, v = decoder.qkv(layer, h)
             keys, values = pool.slots(layer)
             keys[slots] = rotate(k, angles)
             values[slots] = v
-            q = rotate(q, angles)
-            o = attend_decode(q, self._tables, pool.keys[layer], pool.values[layer])
-            h = decoder.finish(layer, h, o)
+            h = decoder.finish(layer, h, attend(layer, q, angles))
         logits = decoder.logits(h)
         return StepResult(logits, logits.argmax(-1))
 

@@ -29,9 +29,16 @@ from kvweave.kernels.attention import attend
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.products import FLOAT32, IntegerRows, plain_integers
+from kvweave.kernels.products import FLOAT32, IntegerRows
 from kvweave.kernels.rope import rotate
-from kvweave.kernels.rounded import SMALLEST, even_dims, round_weight, split_dims
+from kvweave.kernels.rounded import (
+    SMALLEST,
+    RoundedWeight,
+    even_dims,
+    largest_of,
+    round_weight,
+    split_dims,
+)
 from kvweave.kernels.types import Segment
 from kvweave.model.decoder import Decoder
 from kvweave.model.product_ways import ProductWays
@@ -61,6 +68,7 @@ _PRODUCTS = ("qkv", "out", "gate_up", "down")
 # How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
 EVENINGS = (None, 0.2, 0.35, 0.5, 0.65)
 TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
+HEAD_ROWS = 40  # whose logits are in memory at a time
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
 Powers = dict[str, str]  # "layer.product" → a letter for each dim, "m" for 2^0
 
@@ -209,7 +217,7 @@ def _best_dims(linear: Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
     largest, extra = rows.abs().amax(dim=0), extra_columns(rows.shape[1])
     tried = rows[:: -(-len(rows) // TRIED_ROWS)]
     weight = linear.weight[:: -(-len(linear.weight) // TRIED_CHANNELS)]
-    heaviest = linear.weight.abs().amax(dim=0)
+    heaviest = largest_of(linear.weight, dim=0)
     exact = tried @ weight.T
     size = exact.square().mean(dim=1).clamp_min(SMALLEST)  # rows count alike
     found: list[tuple[float, Tensor, Tensor]] = []
@@ -219,9 +227,15 @@ def _best_dims(linear: Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
             powers = even_dims(largest, heaviest, evening)
         parts = split_dims(largest / torch.exp2(powers.float()), extra)
         held = round_weight(weight, None, parts, powers)
-        apart = IntegerRows(held, plain_integers(held))(tried) - exact
+        apart = IntegerRows(held, _near_integers(held))(tried) - exact
         found.append((float((apart.square().mean(dim=1) / size).mean()), parts, powers))
     return min(found, key=lambda each: each[0])[1:]
+
+
+def _near_integers(weight: RoundedWeight) -> Callable[[Tensor], Tensor]:
+    """As plain_integers, with sums in float32: near enough to tell what rounding changes."""
+    codes = weight.codes.float().T
+    return lambda x: (x.floor_() @ codes).mul_(weight.scale)
 
 
 class _Streams:
@@ -262,13 +276,17 @@ class _Streams:
     def divergence(self, final_norm: Tensor, exact: Projection, rounded: Projection) -> float:
         """Mean KL of the text's next tokens, in nats."""
         start, end = self._bounds[1]
-        found = []
-        for head, h in ((exact, self._h), (rounded, self._h_rounded)):
-            decoder = self._decoder(None, final_norm, head)
-            # as it is used: a row at a time takes the way of few rows
-            rows = [decoder.logits(h[i : i + 1]) for i in range(start, end)]
-            found.append(torch.cat(rows).log_softmax(-1))
-        return max(float((found[0].exp() * (found[0] - found[1])).sum(-1).mean()), 0.0)
+        heads = [self._decoder(None, final_norm, head) for head in (exact, rounded)]
+        total = 0.0
+        # some rows at a time, within little memory: every way of a product gives a row the same
+        for at in range(start, end, HEAD_ROWS):
+            part = slice(at, min(at + HEAD_ROWS, end))
+            right, found = (
+                decoder.logits(h[part]).log_softmax(-1)
+                for decoder, h in zip(heads, (self._h, self._h_rounded), strict=True)
+            )
+            total += float((right.exp() * (right - found)).sum())
+        return max(total / (end - start), 0.0)
 
     @torch.inference_mode()
     def _through(self, layer: LayerWeights, h: Tensor) -> Tensor:

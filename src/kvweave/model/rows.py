@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvweave.model.paged_kv import PagedKV
 from kvweave.model.row_hook import HookedRows, RowHook
+from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.model.sequence_kv import DenseKV
 
 
@@ -28,7 +29,7 @@ class Rows:
 
     token_ids: Sequence[int]
     positions: Sequence[int]  # ascending; as many as token_ids
-    kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
+    kv: DenseKV | PagedKV | SegmentedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
     hook: RowHook | None = None  # changes the KV of each layer before its rows are written
     early_exit: EarlyExit | None = None  # None: all rows run to the end; wanted rows always do
@@ -96,9 +97,11 @@ def bounds_of(batch: Sequence[Rows], counts: Sequence[int] | None) -> Iterator[t
 
 
 def hooked_rows(batch: Sequence[Rows]) -> list[HookedRows]:
-    """Sequences that have a hook, with their rows."""
-    return [
-        HookedRows(rows.hook, rows.kv, *bounds)
-        for rows, bounds in zip(batch, bounds_of(batch, None), strict=True)
-        if rows.hook is not None
-    ]
+    """Sequences that have a hook, with their rows. Shared chunks are never written to: those that
+    share some have none."""
+    hooked: list[HookedRows] = []
+    for rows, bounds in zip(batch, bounds_of(batch, None), strict=True):
+        if rows.hook is not None:
+            assert not isinstance(rows.kv, SegmentedKV), "a hook writes to KV of one's own"
+            hooked.append(HookedRows(rows.hook, rows.kv, *bounds))
+    return hooked

@@ -57,6 +57,11 @@ class SequenceKV:
             self._values = _grown(self._values, capacity, self._tokens)
         self._tokens = max(self._tokens, num_tokens)
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """All layers, keys and values [L, capacity, Hk, D], until it grows."""
+        return self._keys, self._values
+
     def keys(self, layer: int) -> Tensor:
         """[num_tokens, Hk, D], rotated. A view: writing to it writes the cache."""
         return self._keys[layer, : self._tokens]

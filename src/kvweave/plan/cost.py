@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.errors import ConfigError
-from kvweave.kv.tree.node import HOST
+from kvweave.kv.tree.node import DEVICE, HOST
 from kvweave.plan.loading_cost import UNCHECKED, LinkArrival, Load, LoadPipe
 from kvweave.plan.profile import MachineProfile, TierLink, tier_of
 
@@ -62,6 +62,7 @@ class StrategyInfo:
     full_width_layers: float = 0.0  # layers that all tokens run through (selection inside the pass)
     waits_for_all: bool = False  # rows are known only when every layer has arrived
     depth: float = 1.0  # layers that a recomputed row runs through, as a share of all
+    shares: bool = False  # reads chunks that lie on the device where they are: nothing is brought
 
 
 def row_budget(num_hit_tokens: int, ratio: float) -> int:
@@ -172,8 +173,9 @@ class CostModel:
         return link is not None and not link.paid_when(busy).is_sure(now_s)
 
     def can_load(self, link: str) -> bool:
-        """Whether its speed is known. `link` as `link_name` gives it."""
-        return self.profile.link(link) is not None
+        """Whether its speed is known. `link` as `link_name` gives it. What lies on the device does
+        not travel."""
+        return link == DEVICE or self.profile.link(link) is not None
 
     def loaded(
         self, hit_tokens: int, loads: Mapping[str, int], extra_bytes_per_token: float = 0.0
@@ -205,6 +207,8 @@ class CostModel:
 
     def load(self, name: str, size_bytes: int) -> tuple[float, float]:
         """Seconds of a load by itself, to where it is computed with, and the share paid for."""
+        if name == DEVICE:
+            return 0.0, 0.0
         link = self._link(name)
         load_s = (self._pending(name) + size_bytes) / link.bytes_per_s
         load_s += self.profile.num_layers * link.latency_s

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import CostModel, LoadSet, StrategyInfo, row_budget
 from kvweave.plan.layout import Layout, Stored
 from kvweave.plan.load_or_compute import UnhiddenLink, too_slow_links, unhidden_links
@@ -136,7 +137,9 @@ def _usable(copies: Sequence[Stored], strategy: StrategyInfo) -> Stored | None:
     needs = strategy.needs
     for variant in strategy.variants:
         for copy in copies:
-            if copy.variant == variant and (not needs or needs <= copy.has):
+            if copy.variant != variant or (copy.tier == DEVICE and not strategy.shares):
+                continue
+            if not needs or needs <= copy.has:
                 return copy
     return None
 

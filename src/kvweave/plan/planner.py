@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvweave.kv.tree.node import ChunkRef
+from kvweave.plan.close_calls import CloseCalls
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
 from kvweave.plan.options import Candidate, FusionLimits
@@ -58,6 +59,7 @@ class Planner:
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
     turns: TurnShare = field(default_factory=TurnShare)
+    close_calls: CloseCalls = field(default_factory=CloseCalls)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
@@ -133,8 +135,9 @@ class Planner:
             num_returned = max(len(request.history), self.returns.returned(path))
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
-    def finished(self, request: PlanRequest, plan: Plan) -> None:
-        """The request was answered."""
+    def finished(self, request: PlanRequest, plan: Plan, *, was_close: bool = False) -> None:
+        """The request was answered. `was_close`: what was fused was thrown away for it."""
+        self.close_calls.push(None if plan.strategy is None else was_close)
         self.accesses.push([chunk.id for chunk in request.chunks])
         self.turns.push(request.turns > 0)
         self.returns.push([part.id for part in (*request.history, *plan.order)])
@@ -189,7 +192,8 @@ class Planner:
             elif verdict.ratio >= 1:
                 refused[strategy.name] = Reason.BOUND_NOT_MET
             else:
-                allowed.append(AllowedStrategy(strategy, verdict.ratio, verdict.close))
+                close = self.close_calls.share(verdict.close)
+                allowed.append(AllowedStrategy(strategy, verdict.ratio, close))
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, [*declined, *passed]

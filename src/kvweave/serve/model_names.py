@@ -1,6 +1,6 @@
 """What requests may call a model: its own name, other names for it, and a knowledge base with it.
 
-    qwen2.5-coder-0.5b             a model that is served; a gateway may have several
+    qwen2.5-coder-0.5b             a model that is served; there may be several
     gpt-4o-mini                    another name of it (`server.aliases`)
     qwen2.5-coder-0.5b@handbook    the same, answering from the knowledge base `handbook`
 
@@ -93,8 +93,11 @@ class ModelNames:
         models = [ListedModel(name, "model", name) for name in self._weave.models()]
         models.sort(key=lambda each: each.name != own)
         aliases = [ListedModel(name, "alias", own) for name in self._aliases if name != own]
-        names = self._libraries.names(tenant)
-        kbs = [ListedModel(f"{own}{AT}{kb}", "kb", own) for kb in names]
+        kbs = [
+            ListedModel(f"{model}{AT}{kb}", "kb", model)
+            for kb in self._libraries.names(tenant)
+            for model in self._libraries.models_of(tenant, kb)
+        ]
         return [
             *models,
             *aliases,
@@ -109,7 +112,7 @@ class ModelNames:
         if found is not None:
             return found
         ref = self.read(name)
-        if ref.kb is not None and f"{self._own}{AT}{ref.kb}" in [each.name for each in listed]:
+        if ref.kb is not None and f"{ref.model}{AT}{ref.kb}" in [each.name for each in listed]:
             return ListedModel(name, "kb", ref.model)
         raise self._unknown(name)
 

@@ -79,11 +79,9 @@ class Server(uvicorn.Server):
         self._readiness = self._context.readiness
         self._readying: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watch = (
-            None
-            if weave.local is None  # a gateway watches its upstreams itself
-            else EngineWatch(weave.local, self._life.stuck_s, self._on_broken)
-        )
+        self._watches = [  # none of a gateway, which watches its upstreams itself
+            EngineWatch(each, self._life.stuck_s, self._on_broken) for each in weave.engines
+        ]
         config = uvicorn.Config(
             build_http(self._context, door),
             http=guarded(limits.connections, limits.header_s),
@@ -136,8 +134,8 @@ class Server(uvicorn.Server):
         self._readiness.preparing = next((step.words for step in self._life.prepare), None)
         await super().startup(sockets)
         self._readying = asyncio.create_task(self._get_ready())
-        if self._watch is not None:
-            self._watch.start()
+        for watch in self._watches:
+            watch.start()
 
     async def _get_ready(self) -> None:
         """Requests do not wait for this; a client that looks at /readyz does."""
@@ -162,8 +160,8 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             giving_up.cancel()
-            if self._watch is not None:
-                await asyncio.to_thread(self._watch.close)
+            for watch in self._watches:
+                await asyncio.to_thread(watch.close)
 
     def _exit(self) -> None:
         self.should_exit = True

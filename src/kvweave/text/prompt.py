@@ -8,12 +8,19 @@ header of the answer. Each part is tokenised by itself, so a chunk has the same 
 stands, in the history too: an earlier turn has the ids there that its own prompt had.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvweave.errors import RequestError, UnsupportedModel
-from kvweave.text.tokenizer import Tokenizer
+from kvweave.text.tokenizer import TemplatePart, Tokenizer
+from kvweave.text.tool_calls import (
+    FORCED_OPEN,
+    Message,
+    ToolUse,
+    has_tool_parts,
+    template_messages,
+)
 
 LABEL = "Question: "
 BLOCK_TOKENS = 256  # a longer message, or a plain prompt, is parts of so many
@@ -52,9 +59,20 @@ class Prompt:
 class PastMessage:
     """One message of a conversation, with the chunks that stood in front of the user's words."""
 
-    role: str  # "user" or "assistant"
+    role: str  # "user", "assistant" or "tool"
     content: str
     chunks: tuple[tuple[int, ...], ...] = ()
+    calls: tuple[Message, ...] = ()  # of an assistant, as a chat template wants them
+
+    def as_message(self) -> dict[str, Any]:
+        """As a chat template wants it, without the chunks."""
+        said: dict[str, Any] = {"role": self.role, "content": self.content}
+        return {**said, "tool_calls": list(self.calls)} if self.calls else said
+
+    @property
+    def is_silent(self) -> bool:
+        """An assistant that only called: it said no words."""
+        return bool(self.calls) and not self.content
 
 
 def build_prompt(
@@ -71,9 +89,15 @@ def lay_out(
     chunks: Sequence[tuple[int, ...]],
     system: str = SYSTEM,
     history: Sequence[PastMessage] = (),
+    use: ToolUse | None = None,
+    since: Sequence[Message] = (),
 ) -> Prompt:
-    """As `build_prompt`, for chunks that have their token ids already, behind a history."""
-    preamble, closing = split_template(tokenizer, system)
+    """As `build_prompt`, for chunks that have their token ids already, behind a history. The
+    preamble shows the tools of `use`; `since` are calls and their results behind the question."""
+    tools = _tools(tokenizer, use, history, since)
+    preamble, closing = split_template(tokenizer, system, tools, since)
+    if use is not None and use.is_forced:
+        closing = [*closing, *tokenizer.encode(FORCED_OPEN)]
     words = _words(tokenizer, question, bool(chunks))
     label = len(tokenizer.encode_text(LABEL.rstrip())) if chunks else 0
     return Prompt(
@@ -81,22 +105,33 @@ def lay_out(
         chunks=tuple(chunks),
         question=(*words, *closing),
         asked=(min(label, len(words) - 1), len(words)),
-        history=tuple(_history(tokenizer, system, history)) if history else (),
+        history=tuple(_history(tokenizer, system, history, tools)) if history else (),
         turns=sum(bool(message.chunks) for message in history),
     )
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], use: ToolUse | None = None
+) -> Prompt:
     """A conversation by message, each with the template's words in front of it. A later turn begins
-    with the same parts, so their exact KV is found again."""
+    with the same parts, so their exact KV is found again; so do others that have the same tools."""
+    said = template_messages(messages)
+    if use is not None or has_tool_parts(said):
+        tokenizer.check_tools()
     parts: list[tuple[int, ...]] = []
     header: list[int] = []
-    for part in tokenizer.render_parts(messages):
+    num_system = next((i for i, m in enumerate(said) if m.get("role") != "system"), len(said))
+    for part in tokenizer.render_parts(said, () if use is None else use.tools):
         if part.message is None:
-            header += tokenizer.encode(part.text)
+            header += tokenizer.encode_part(part)
             continue
+        if use is not None and part.message == num_system:
+            parts += _blocks(header)  # the tools: they come back whatever is asked
+            header = []
         parts += _blocks([*header, *tokenizer.encode_text(part.text)])
         header = []
+    if use is not None and use.is_forced:
+        header += tokenizer.encode(FORCED_OPEN)
     return _of_parts(parts, tuple(header))
 
 
@@ -156,17 +191,31 @@ def _blocks(ids: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(ids[start : start + BLOCK_TOKENS]) for start in starts]
 
 
-def past_messages(messages: Sequence[Mapping[str, Any]]) -> list[PastMessage]:
+def past_messages(messages: Sequence[Message]) -> list[PastMessage]:
     """The history that a request brought, checked. Raises RequestError."""
     past: list[PastMessage] = []
-    for message in messages:
+    for message in template_messages(messages):
         role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant") or not isinstance(content, str):
-            raise RequestError("history holds user and assistant messages whose content is text")
-        past.append(PastMessage(role, content))
+        if role not in ("user", "assistant", "tool") or not isinstance(content, str):
+            raise RequestError(
+                "history holds user, assistant and tool messages whose content is text"
+            )
+        past.append(PastMessage(role, content, calls=tuple(message.get("tool_calls", ()))))
     if past and past[0].role != "user":
         raise RequestError("history begins with a user's message")
     return past
+
+
+def _tools(
+    tokenizer: Tokenizer,
+    use: ToolUse | None,
+    history: Sequence[PastMessage],
+    since: Sequence[Message],
+) -> Sequence[Message]:
+    """What the preamble shows. Raises RequestError where the model knows no tools."""
+    if use is not None or since or any(m.calls or m.role == "tool" for m in history):
+        tokenizer.check_tools()
+    return () if use is None else use.tools
 
 
 def _words(tokenizer: Tokenizer, question: str, has_chunks: bool) -> list[int]:
@@ -176,15 +225,15 @@ def _words(tokenizer: Tokenizer, question: str, has_chunks: bool) -> list[int]:
 
 
 def _history(
-    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage]
+    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage], tools: Sequence[Message]
 ) -> list[tuple[int, ...]]:
     """Earlier turns up to the header of the next question: each chunk a part of its own, and what
     was said between them."""
     parts: list[tuple[int, ...]] = []
     said: list[int] = []
-    for text, message in _rendered(tokenizer, system, past):
+    for part, message in _rendered(tokenizer, system, past, tools):
         if message is None:
-            said += tokenizer.encode(text)
+            said += tokenizer.encode_part(part)
             continue
         if message.chunks:
             if said:
@@ -200,32 +249,36 @@ def _history(
 
 
 def _rendered(
-    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage]
-) -> list[tuple[str, PastMessage | None]]:
+    tokenizer: Tokenizer, system: str, past: Sequence[PastMessage], tools: Sequence[Message]
+) -> list[tuple[TemplatePart, PastMessage | None]]:
     """The history in the template's words (None) and in the messages', behind the preamble."""
     if not tokenizer.has_chat_template:
-        spoken: list[tuple[str, PastMessage | None]] = []
-        for message in past:
-            is_user = message.role == "user"
-            spoken += [(message.content, message), ("\nAnswer:" if is_user else "\n\n", None)]
+        spoken: list[tuple[TemplatePart, PastMessage | None]] = []
+        for place, message in enumerate(past):
+            behind = "\nAnswer:" if message.role == "user" else "\n\n"
+            spoken += [
+                (TemplatePart(message.content, place), message),
+                (TemplatePart(behind, None), None),
+            ]
         return spoken
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     first = len(messages)
-    messages += [{"role": m.role, "content": m.content} for m in past]
+    messages += [message.as_message() for message in past]
     messages.append({"role": "user", "content": "…"})
-    parts = tokenizer.render_parts(messages)
+    parts = tokenizer.render_parts(messages, tools)
     places = [part.message for part in parts if part.message is not None and part.message >= first]
-    if places != list(range(first, len(messages))):
+    said = [first + place for place, message in enumerate(past) if not message.is_silent]
+    if places != [*said, len(messages) - 1]:
         raise UnsupportedModel(
             "the chat template does not show every message of the history once and in order"
         )
     start = next(i for i, part in enumerate(parts) if part.message == first)
-    alone = tokenizer.render_parts([*messages[:first], messages[-1]])
+    alone = tokenizer.render_parts([*messages[:first], messages[-1]], tools)
     if [part.text for part in parts[:start]] != [part.text for part in alone[:start]]:
         raise UnsupportedModel("the chat template changes the preamble when a history follows it")
     end = next(i for i, part in enumerate(parts) if part.message == len(messages) - 1)
     return [
-        (part.text, None if part.message is None else past[part.message - first])
+        (part, None if part.message is None else past[part.message - first])
         for part in parts[start:end]
     ]
 
@@ -236,8 +289,14 @@ def chunk_text(document: Document) -> str:
     return f"{title}{document.text.strip()}\n\n"
 
 
-def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[int]]:
-    """What the chat template puts in front of and behind the user's words, as token ids.
+def split_template(
+    tokenizer: Tokenizer,
+    system: str,
+    tools: Sequence[Message] = (),
+    since: Sequence[Message] = (),
+) -> tuple[list[int], list[int]]:
+    """What the chat template puts in front of and behind the user's words, as token ids; behind
+    them stands what was called since, with its results.
 
     Users' words and the template's are tokenised apart: words can never become control tokens.
     """
@@ -246,10 +305,12 @@ def split_template(tokenizer: Tokenizer, system: str) -> tuple[list[int], list[i
         if system:
             before += tokenizer.encode_text(f"{system}\n\n")
         return before, tokenizer.encode("\nAnswer:")
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    asked = len(messages)
     messages.append({"role": "user", "content": "…"})
-    parts = tokenizer.render_parts(messages)
-    places = [i for i, part in enumerate(parts) if part.message == len(messages) - 1]
+    messages += template_messages(since)
+    parts = tokenizer.render_parts(messages, tools)
+    places = [i for i, part in enumerate(parts) if part.message == asked]
     if len(places) != 1:
         raise UnsupportedModel(
             f"the chat template shows the user's words {len(places)} times; kvweave wants one place"

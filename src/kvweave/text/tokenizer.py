@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
 from kvweave.text.time_limit import LIMIT, TooLong
+from kvweave.text.tool_calls import CALL_OPEN
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -37,6 +38,7 @@ class TemplatePart(NamedTuple):
 
     text: str
     message: int | None  # whose content it is; None for the template's own words
+    is_foreign: bool = False  # it came with tools or calls, and spells a control token
 
 
 class Tokenizer:
@@ -145,12 +147,15 @@ class Tokenizer:
 
     def encode_parts(self, parts: Sequence[TemplatePart]) -> list[int]:
         """Ids of rendered parts; only the template's own words can become control tokens."""
-        ids: list[int] = []
-        for part in parts:
-            ids += self.encode(part.text) if part.message is None else self.encode_text(part.text)
-        return ids
+        return [token_id for part in parts for token_id in self.encode_part(part)]
 
-    def render_parts(self, messages: Sequence[Mapping[str, Any]]) -> list[TemplatePart]:
+    def encode_part(self, part: TemplatePart) -> list[int]:
+        is_template = part.message is None and not part.is_foreign
+        return self.encode(part.text) if is_template else self.encode_text(part.text)
+
+    def render_parts(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[TemplatePart]:
         """The conversation in the template's words and in the messages' own, kept apart.
 
         A random word stands in for each content while the template runs and is cut out again. It is
@@ -159,25 +164,85 @@ class Tokenizer:
         alone: one pattern finds them all, in a time that grows with the text and not with messages
         times text.
         """
-        word = secrets.token_hex(16)
-        stand_ins = [{**m, "content": f"{word}{i:0{DIGITS}}"} for i, m in enumerate(messages)]
-        pieces = re.split(f"{word}([0-9]{{{DIGITS}}})", self.render_chat(stand_ins))
+        word, foreign = secrets.token_hex(16), []
+
+        def safe(value: Any) -> Any:
+            """What is shown as it is, but for texts that spell a control token."""
+            if isinstance(value, Mapping):
+                return {safe(key): safe(each) for key, each in value.items()}
+            if isinstance(value, list | tuple):
+                return [safe(each) for each in value]
+            if not isinstance(value, str) or not self._spells_control(value):
+                return value
+            foreign.append(value)
+            return f"{word}f{len(foreign) - 1:0{DIGITS}}"
+
+        def stand_in(place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+            rest = {name: safe(each) for name, each in message.items() if name != "content"}
+            is_silent = not message.get("content") and "tool_calls" in message
+            return {**rest, "content": "" if is_silent else f"{word}m{place:0{DIGITS}}"}
+
+        stand_ins = [stand_in(place, message) for place, message in enumerate(messages)]
+        text = self.render_chat(stand_ins, tools=safe(tools))
         parts = []
-        for place, piece in enumerate(pieces):
-            if place % 2:  # what the pattern's group caught: the number of a message
-                at = int(piece)
-                parts.append(TemplatePart(str(messages[at]["content"]), at))
+        for place, piece in enumerate(re.split(f"{word}([mf][0-9]{{{DIGITS}}})", text)):
+            if place % 2:  # what the pattern's group caught: which text stands here
+                at = int(piece[1:])
+                if piece[0] == "m":
+                    parts.append(TemplatePart(str(messages[at]["content"]), at))
+                else:  # mostly within JSON, so written as there
+                    quoted = json.dumps(foreign[at], ensure_ascii=False)[1:-1]
+                    parts.append(TemplatePart(quoted, None, is_foreign=True))
             elif piece:
                 parts.append(TemplatePart(piece, None))
         return parts
 
+    def check_tools(self) -> None:
+        """Raise RequestError where the chat template shows no tools, or asks for calls in a form
+        that is not read here."""
+        if self._tools_problem is not None:
+            raise RequestError(self._tools_problem)
+
+    @cached_property
+    def _tools_problem(self) -> str | None:
+        name = self._folder.name
+        if not self.has_chat_template:
+            return f"{name} has no chat template, so it knows no tools; leave 'tools' out"
+        said = [{"role": "user", "content": "?"}]
+        word = secrets.token_hex(8)
+        function = {"name": word, "description": "?", "parameters": {"type": "object"}}
+        shown = self.render_chat(said, tools=[{"type": "function", "function": function}])
+        if word not in shown:
+            return (
+                f"the chat template of {name} shows no tools; leave 'tools' out, or serve a model "
+                "that has them, such as qwen2.5-coder-0.5b"
+            )
+        if CALL_OPEN not in shown or '"arguments"' not in shown:
+            return (
+                f"the chat template of {name} asks for tool calls in a form that kvweave does not "
+                f"read (it reads JSON behind {CALL_OPEN}); leave 'tools' out"
+            )
+        return None
+
+    def _spells_control(self, text: str) -> bool:
+        return self._control_pattern.search(text) is not None
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        spelled = [re.escape(token.content) for token in _controls(self._fast)]
+        return re.compile("|".join(spelled) or r"(?!)")
+
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text of a conversation, by the model's own template.
 
         The template comes with the weights, so it is foreign code: it runs in Jinja's immutable
-        sandbox and sees nothing but the messages and the special tokens.
+        sandbox and sees nothing but the messages, the tools and the special tokens.
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -193,6 +258,7 @@ class Tokenizer:
                     add_generation_prompt=add_generation_prompt,
                     bos_token=self.bos_token or "",
                     eos_token=self.eos_token or "",
+                    **({"tools": list(tools)} if tools else {}),
                 )
         except TooLong as error:
             raise RequestError(

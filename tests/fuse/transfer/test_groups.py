@@ -10,7 +10,7 @@ from torch import Tensor
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer import pipeline
 from kvweave.fuse.transfer.groups import GROUP_BYTES, LayerQueue, group_for
-from kvweave.fuse.transfer.pipeline import PipelinedChunks
+from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk
 from kvweave.kv.keys import ChunkKey
@@ -74,7 +74,8 @@ def stored(world: World, codecs: Sequence[str] = ("raw",)) -> Waited:
 def pipelined(
     world: World, ring: Ring, order: Sequence[int] | None = None, start_s: float = float("inf")
 ) -> PipelinedChunks:
-    return PipelinedChunks(world.decoder, world.request.placed, stored(world), ring, order, start_s)
+    ahead = LookAhead(order, start_s)
+    return PipelinedChunks(world.decoder, world.request.placed, stored(world), ring, ahead)
 
 
 def drained(queue: LayerQueue) -> Iterator[list[int]]:
@@ -136,7 +137,9 @@ def test_chunks_of_several_codecs_come_out_of_a_group_as_they_were_stored(
     world: World, codecs: list[str], ring_bytes: int
 ) -> None:
     layers, placed = stored(world, codecs), world.request.placed
-    source = PipelinedChunks(world.decoder, placed, layers, Watched(ring_bytes), start_s=0.0)
+    source = PipelinedChunks(
+        world.decoder, placed, layers, Watched(ring_bytes), LookAhead(start_s=0.0)
+    )
     backwards = range(LAYERS - 1, -1, -1)
     for layer in (*range(LAYERS), *backwards):
         got, arrived = source.layer(layer), layers.wait_layer(layer)
@@ -216,7 +219,7 @@ def test_a_chunk_with_fewer_layers_keeps_the_others_from_travelling_in_groups(
     layers, ring = stored(world), Watched()
     key = world.request.placed[1].key
     layers.chunks[key] = pack_chunk(key, world.made[1][:5])
-    source = PipelinedChunks(world.decoder, world.request.placed, layers, ring, range(5))
+    source = PipelinedChunks(world.decoder, world.request.placed, layers, ring, LookAhead(range(5)))
     for layer in range(5):
         torch.testing.assert_close(source.layer(layer).k, world.source.layer(layer).k)
     assert ring.groups == [[layer] for layer in range(5)]

@@ -11,7 +11,7 @@ import torch
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer.groups import taking_order
-from kvweave.fuse.transfer.pipeline import PipelinedChunks
+from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, RingPool, depth_for
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk
 from kvweave.kv.keys import ChunkKey
@@ -114,7 +114,7 @@ def test_nothing_comes_ahead_before_it_may(decoder: Decoder) -> None:
     world = World(decoder)
     layers = stored(world)
     ring = Ring(CPU)
-    source = PipelinedChunks(decoder, world.request.placed, layers, ring, begins=False)
+    source = PipelinedChunks(decoder, world.request.placed, layers, ring, LookAhead(begins=False))
     source.layer(2)
     assert layers.waited == [2]
     source.begin()

@@ -69,7 +69,7 @@ def test_a_completion_goes_on_from_the_text_itself(client: OpenAI, weave: Weave)
     assert reply.object == "text_completion"
     assert reply.choices[0].text == answer.text
     assert reply.usage.completion_tokens == 16  # OpenAI's default of plain completions
-    assert answer.prompt_tokens < weave.chat(user("The quick brown")).prompt_tokens
+    assert answer.prompt_tokens < weave.chat(user("The quick brown")).finish().prompt_tokens
 
 
 def test_several_prompts_have_several_answers_each(client: OpenAI) -> None:

@@ -21,8 +21,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported other than {}, got {'5': 1}"),
     ({"logit_bias": []}, "'logit_bias' is not supported other than {}"),
-    ({"tools": [{"type": "function"}]}, "'tools' is not supported other than []"),
-    ({"tool_choice": "required"}, "'tool_choice' is not supported other than \"none\" or"),
+    ({"tools": [{"type": "function"}]}, "'tools.0.function' is missing"),
+    ({"tool_choice": "always"}, "'tool_choice' must be auto, none, required or one function"),
     ({"response_format": {"type": "xml"}}, "'response_format.type' must be 'text', 'json_object'"),
     ({"response_format": {"type": "json_schema"}}, "goes with type 'json_schema', and only with"),
     ({"modalities": ["audio"]}, "'modalities' is not supported other than [\"text\"]"),

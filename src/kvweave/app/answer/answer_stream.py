@@ -20,6 +20,7 @@ from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.text.detokenizer import Detokenizer, StopMatcher
 from kvweave.text.loops import LoopWatch
 from kvweave.text.tokenizer import Tokenizer
+from kvweave.text.tool_calls import ToolCall
 
 REPETITION = "repetition"  # the answer only repeated itself; its finish_reason is "stop"
 
@@ -37,6 +38,7 @@ class Piece(NamedTuple):
 
     text: str  # may be empty: a token can end in the middle of a character
     logprob: TokenLogprob | None = None  # set when Sampling.logprobs is
+    call: ToolCall | None = None  # that the model asks for; a piece of its own
 
 
 class WatchedTokens(NamedTuple):
@@ -51,7 +53,8 @@ class Answer:
     """A finished answer."""
 
     text: str
-    finish_reason: str  # "stop": the model or a stop string ended it; "length": no room left
+    # "stop": the model or a stop string ended it; "length": no room left; "tool_calls": it calls
+    finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     ttft_ms: float  # from the call to the first token
@@ -66,6 +69,7 @@ class Answer:
     full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
     nothing_found: bool = False  # no chunk was: the text says so, and no model was asked
     query: str | None = None  # what was searched for, where that is not the question itself
+    tool_calls: tuple[ToolCall, ...] = ()  # that the model asks for
     watched: WatchedTokens | None = field(default=None, repr=False, compare=False)  # if asked for
     # what `details_of` tells more from; None: it was made without a Weave
     trace: AnswerTrace | None = field(default=None, repr=False, compare=False)

@@ -20,6 +20,7 @@ from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
+from kvweave.app.answer.tool_answer import ToolAnswer, tool_sampling
 from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
 from kvweave.app.audit.audit_log import AuditLog, AuditSubject
 from kvweave.app.audit.auditor import AuditConfig, Auditor
@@ -61,6 +62,7 @@ from kvweave.text.prompt import (
     past_messages,
     split_template,
 )
+from kvweave.text.tool_calls import texts_of_tools
 from kvweave.types import ChunkId, Hit
 
 if TYPE_CHECKING:
@@ -158,11 +160,14 @@ class Answerer:
         self._catch_up()
         question = self._rewritten(self._filled(asked))
         found: list[RetrievedChunk] = []
+        answering: PieceStream
         try:
             answering = self._begin(asked, question, called_s, found)
         except NothingFound:
             words = self._settings.usual.nothing_text or NOTHING_TEXT
             return SaidAnswer(words, called_s, question.query)
+        if (use := question.tool_use) is not None:
+            answering = ToolAnswer(answering, use)
         if not question.cite:
             return answering
         return CitedAnswer(answering, [self._tokenizer.decode(c.token_ids) for c in found])
@@ -241,9 +246,11 @@ class Answerer:
     def plain(
         self, prompt: Prompt, drawn: PlainOptions, called_s: float, question: str = ""
     ) -> AnswerStream:
-        """The answer to a prompt without chunks; `question` is what was asked last in it."""
+        """The answer to a prompt without chunks; `question` is what was asked last in it. Calls of
+        tools are text here."""
         usual = self._settings.usual
-        sampling, ids = drawn.sampling or self.sampling.sampling(), prompt.token_ids
+        ids = prompt.token_ids
+        sampling = tool_sampling(drawn.sampling or self.sampling.sampling(), drawn.tool_use)
         self._client.check(ids)
         prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
         use_tree = (drawn.reuse or usual.reuse) != "full"
@@ -324,9 +331,11 @@ class Answerer:
         """A question, with what it leaves open as is usual."""
         texts = [asked.question, asked.system or ""]
         texts += [str(message.get("content")) for message in asked.history]
+        texts += [str(message.get("content")) for message in asked.since]
+        texts += texts_of_tools(asked.tools, [*asked.history, *asked.since])
         texts += [d.title + d.text for d in _documents(asked.documents or ())]
         refuse_long(self._tokenizer, texts, self._max_context)
-        sampling = asked.sampling or self.sampling.sampling()
+        sampling = tool_sampling(asked.sampling or self.sampling.sampling(), asked.tool_use)
         kb_order = None if self._library is None else self._library.kb.settings.order
         return replace(asked.filled(self._settings.usual, kb_order), sampling=sampling)
 
@@ -366,11 +375,15 @@ class Answerer:
         held = talk.held(chunks)
         new = [ids for ids in chunks if ids not in held]
         system = self._words(question.system)
-        prompt = lay_out(self._tokenizer, question.question, new, system, talk.messages)
+        use, since = question.tool_use, question.since
+        words = question.question
+        prompt = lay_out(self._tokenizer, words, new, system, talk.messages, use, since)
         return replace(prompt, left_out=tuple(held), tenant=self._tenant_of(question))
 
     def _key(self, question: Question) -> PreambleKey:
-        preamble, _ = split_template(self._tokenizer, self._words(question.system))
+        use = question.tool_use
+        tools = () if use is None else use.tools
+        preamble, _ = split_template(self._tokenizer, self._words(question.system), tools)
         return PreambleKey(self._tenant_of(question), tuple(preamble))
 
     def _words(self, system: str | None) -> str:

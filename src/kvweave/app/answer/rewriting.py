@@ -25,6 +25,7 @@ def rewriting_messages(question: str, history: Sequence[Mapping[str, Any]]) -> l
     said = [
         f"{message.get('role')}: {_short(str(message.get('content')))}"
         for message in history[-MOST_MESSAGES:]
+        if message.get("content")  # calls of tools are no words
     ]
     content = "\n".join(
         [ASKED, "", "Conversation:", *said, "", f"Last question: {_short(question)}", "Question:"]

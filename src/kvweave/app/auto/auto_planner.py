@@ -85,7 +85,8 @@ class AutoPlanner:
         self._facts = facts
         self.machine = measured.machine
         engine.price(self.machine.prefill_s)
-        self._peek = StoredChunkPeek(encoder, kv.store)
+        self._shares = bool(engine.cfg.share_chunks)
+        self._peek = StoredChunkPeek(encoder, kv.store, lambda keys: engine.resident(keys, tenant))
         preamble = digest_ids(encoder.preamble_ids)
         tables: tuple[Table, ...] = ()
         if profile is not None:
@@ -126,7 +127,8 @@ class AutoPlanner:
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
         chunks = _named(prompt)
         self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
-        self._tiers.meet(self._peek.found())
+        found = self._peek.found().items()
+        self._tiers.meet((key, peek) for key, peeks in found for peek in peeks)
         encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
             tuple(ChunkRef(name, len(ids)) for name, ids in chunks.items()),
@@ -137,7 +139,8 @@ class AutoPlanner:
             turns=prompt.turns,
             in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
             strategies=tuple(
-                strategy_info(strategy, encoder, stitch_s) for strategy in self._strategies.values()
+                strategy_info(strategy, encoder, stitch_s, shares=self._shares)
+                for strategy in self._strategies.values()
             ),
         )
         plan = self._planner.plan(request)
@@ -206,7 +209,7 @@ class AutoPlanner:
             self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             num_returned = self._planner.num_returned(planned.request, plan)
-            self._planner.finished(planned.request, plan)
+            self._planner.finished(planned.request, plan, was_close=was_close)
         if num_returned:
             self._feeder.feed(prompt, num_returned)
 

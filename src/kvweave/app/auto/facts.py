@@ -5,7 +5,7 @@ lies by what the store says.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvweave.calibrate.gate import (
     ELSEWHERE,
@@ -22,6 +22,7 @@ from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.prefill import can_share
 from kvweave.fuse.selectors.base import Needs
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import is_lossless, open_codec
@@ -29,12 +30,14 @@ from kvweave.kv.format.header import LayerShape
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Reason
 from kvweave.types import ChunkId
 
+ON_DEVICE = Peek(Residency.HERE, DEVICE.value, 0)
 MOST_VERDICTS = 1024  # of a gate that are remembered
 
 
@@ -60,8 +63,11 @@ def fusing_strategies(facts: ModelFacts) -> tuple[dict[str, Strategy], dict[str,
     return found, unavailable
 
 
-def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0) -> StrategyInfo:
-    """A strategy as the planner prices it. `stitch_s` is what each stored token costs to lay."""
+def strategy_info(
+    strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0.0, *, shares: bool = False
+) -> StrategyInfo:
+    """A strategy as the planner prices it. `stitch_s` is what each stored token costs to lay.
+    `shares`: the engine keeps chunks on the device, for those that can read them there."""
     num_layers = encoder.decoder.spec.num_layers
     needs = strategy.needs(num_layers)
     layers = _layers_first(needs)
@@ -79,6 +85,7 @@ def strategy_info(strategy: Strategy, encoder: ChunkEncoder, stitch_s: float = 0
         full_width_layers=needs.full_width_layers,
         waits_for_all=len(layers) >= num_layers,
         depth=strategy.depth(num_layers),
+        shares=shares and can_share(strategy, num_layers),
     )
 
 
@@ -191,45 +198,56 @@ class StoredChunkPeek:
     Isolated KV right behind the preamble is what full prefill computes there, but for the codec's
     rounding. That is small (int8: 3e-5 nats per token on SmolLM2) and was never measured on the
     user's model, so a rounded copy is offered to fusion alone, whose bound the user has set, and an
-    answer that is called exact is equal to full prefill.
+    answer that is called exact is equal to full prefill. For one thread at a time.
     """
 
-    def __init__(self, encoder: ChunkEncoder, store: KVStore) -> None:
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        store: KVStore,
+        resident: Callable[[Collection[ChunkKey]], Collection[ChunkKey]] = lambda _: (),
+    ) -> None:
+        """`resident` says which chunks lie on the device, for those who ask here."""
         self._encoder = encoder
         self._store = store
+        self._resident = resident
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
+        self._named: dict[ChunkId, list[ChunkKey]] = {}
+        self._found: dict[ChunkKey, list[Peek]] | None = None
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
         self._sizes: dict[int, int] = {}  # by tokens, see `ChunkEncoder.plain_bytes`
 
     def look_at(self, chunks: Mapping[ChunkId, tuple[int, ...]]) -> None:
-        """The token ids behind the names that will be asked for."""
+        """The token ids behind the names that will be asked for. The store is looked at once for
+        all of them: a tier may have to be asked, which takes a moment each time."""
         self._chunks = chunks
+        self._named = {chunk_id: self._keys(ids) for chunk_id, ids in chunks.items()}
+        self._found = None
 
-    def found(self) -> list[tuple[ChunkKey, Peek]]:
-        """All stored KV of the chunks, wherever it lies."""
-        keys = [key for ids in self._chunks.values() for key in self._keys(ids)]
-        return [
-            (key, peek)
-            for key, peek in zip(keys, self._store.peek(keys), strict=True)
-            if peek.residency is not Residency.ABSENT
-        ]
+    def found(self) -> Mapping[ChunkKey, Sequence[Peek]]:
+        """All stored KV of the chunks, wherever it lies: on the device first."""
+        if self._found is None:
+            keys = [key for named in self._named.values() for key in named]
+            there = self._resident(keys)
+            self._found = {key: [ON_DEVICE] for key in keys if key in there}
+            for key, peek in zip(keys, self._store.peek(keys), strict=True):
+                if peek.residency is not Residency.ABSENT:
+                    self._found.setdefault(key, []).append(peek)
+        return self._found
 
     def has_copy(self, chunk_id: ChunkId) -> bool:
         """Whether some tier has KV of a chunk of this prompt, in whatever encoding context."""
-        ids = self._chunks.get(chunk_id)
-        if ids is None:
-            return False
-        return any(p.residency is not Residency.ABSENT for p in self._store.peek(self._keys(ids)))
+        found = self.found()
+        return any(key in found for key in self._named.get(chunk_id, ()))
 
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
-        found = dict(self.found())
+        found = self.found()
         for chunk_id in chunk_ids:
-            ids = self._chunks[chunk_id]
-            for key in self._keys(ids):
-                if key in found:
-                    copy = self._stored(key, found[key], ids)
+            for key in self._named[chunk_id]:
+                for peek in found.get(key, ()):
+                    copy = self._stored(key, peek, self._chunks[chunk_id])
                     stored.setdefault(chunk_id, []).append(copy)
         return stored
 
@@ -244,13 +262,14 @@ class StoredChunkPeek:
         # not what the store says: that counts what lies beside the layers, wanted or not
         size_bytes = self._sizes.get(len(ids)) or self._encoder.plain_bytes(len(ids))
         self._sizes[len(ids)] = size_bytes
+        on_device = peek.tier == DEVICE  # layers alone, and they are where they are needed
         return Stored(
             variant=str(preparation.variant) if is_variant else ISOLATED,
             tier=peek.tier or "",
-            size_bytes=size_bytes,
+            size_bytes=0 if on_device else size_bytes,
             exact_when_first=isolated,
             rounded=isolated and self._rounded,
-            has=frozenset(preparation.extras),
-            codec=self._encoder.context.codec,
+            has=frozenset() if on_device else frozenset(preparation.extras),
+            codec="" if on_device else self._encoder.context.codec,
             never_first=not isolated,
         )

@@ -7,13 +7,13 @@ A probe that failed is remembered, and each failure doubles the time until the n
 
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek
 from kvweave.kv.store import KVStore
-from kvweave.kv.tree.node import HOST
+from kvweave.kv.tree.node import DEVICE, HOST
 from kvweave.plan.profile import TierLink, link_name
 
 WAIT_S = 0.25  # a plan waits for tiers it meets for the first time, all together
@@ -56,7 +56,7 @@ class TierProbes:
         self._running: dict[str, _Probe] = {}
         self._resting: dict[str, _Rest] = {}
 
-    def meet(self, found: Sequence[tuple[ChunkKey, Peek]]) -> None:
+    def meet(self, found: Iterable[tuple[ChunkKey, Peek]]) -> None:
         """See to it that the tiers these chunks lie in are known, now or before long.
 
         A tier known for long is measured again behind the caller's back: one that was too slow is
@@ -66,7 +66,7 @@ class TierProbes:
         unknown: list[_Probe] = []
         for key, peek in found:
             tier = peek.tier
-            if tier is None or tier == HOST or self._is_fresh(tier) or self._rests(tier):
+            if tier in (None, HOST, DEVICE) or self._is_fresh(tier) or self._rests(tier):
                 continue
             if tier not in self._running:
                 self._running[tier] = self._start(key, tier)

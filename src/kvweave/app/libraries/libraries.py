@@ -185,6 +185,15 @@ class Libraries:
             named |= {p.name for p in found if _is_one(p)}
         return sorted(named)
 
+    def models_of(self, tenant: str, name: str) -> Sequence[str]:
+        """The models that answer from one of `names`, the usual one first."""
+        folder = self._folder(LibraryKey(tenant, name))
+        assert folder is not None, "a name from `names` has a folder"
+        try:
+            return self._weave.models_of(folder)
+        except CorpusError:  # what is wrong with it is told to those who ask it
+            return [self._weave.model_name]
+
     def open_ahead(self) -> None:
         """Load the embedder and open as many knowledge bases as may be open, those that changed
         last: so that no question waits for it. One that does not open is told of in the log, and

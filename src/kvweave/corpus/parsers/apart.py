@@ -30,6 +30,7 @@ SHORT_BYTES = 256 << 10  # of a text that is parsed here
 MOST_IDLE = 2  # processes that are kept for the next file
 PIECE_BYTES = 1 << 20
 TICK_S = 0.2  # between two calls of the caller's `tick`, while it waits
+NUM_FIELDS = len(ParsedRecord._fields)
 ROOM_BYTES = 64 << 20  # of a reply, for keys, titles and lengths
 
 Tick = Callable[[], None]  # on the caller's thread, while it waits; what it raises ends the wait
@@ -57,7 +58,7 @@ def read_fields(data: bytes, limits: ParseLimits | None = None) -> dict[str, obj
     """The fields of a JSON object by name, read in a child: a large one would hold up all threads.
     Of a value that is no text, the beginning of its JSON. Raises CorpusError."""
     found = _pool().ask(FIELDS, data, limits or ParseLimits(), lambda: None)
-    return {name: value if kind == "text" else json_value(value) for name, kind, value in found}
+    return {name: value if kind == "text" else json_value(value) for name, kind, value, _ in found}
 
 
 def json_value(text: str) -> object:
@@ -126,7 +127,8 @@ class ParserChild:
             if kind == REASON:
                 raise CorpusError(read(size).decode(errors="replace"))
             assert kind == RECORDS, "a reply is one or the other"
-            lengths = struct.unpack(f"<{3 * size}Q", read(3 * size * SIZE.size))
+            count = NUM_FIELDS * size
+            lengths = struct.unpack(f"<{count}Q", read(count * SIZE.size))
             parts = memoryview(read(sum(lengths)))
         except (EOFError, BrokenPipeError):
             self._check_left()
@@ -198,7 +200,8 @@ class ParserPool:
                 raise
             if texts is not None:
                 self._give_back(child)
-                return [ParsedRecord(*texts[i : i + 3]) for i in range(0, len(texts), 3)]
+                starts = range(0, len(texts), NUM_FIELDS)
+                return [ParsedRecord(*texts[i : i + NUM_FIELDS]) for i in starts]
             child.close()  # it had left: another one
 
     @property

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.errors import CorpusError
+from kvweave.corpus.metadata import check_metadata, digest_text, parse_pairs
+from kvweave.errors import CorpusError, RequestError
 
-PARSERS_VERSION = 2  # raise it when a parser would give other text for the same file
+PARSERS_VERSION = 3  # raise it when a parser would give something else for the same file
 
 
 class ParsedRecord(NamedTuple):
@@ -19,6 +20,16 @@ class ParsedRecord(NamedTuple):
     key: str  # tells records of a file apart and stays when others come and go; "" for a lone one
     title: str
     text: str
+    metadata: str = ""  # of this one alone, a JSON object; "": it says nothing of itself
+
+
+class ParsedRow(NamedTuple):
+    """A record that has no key yet."""
+
+    id: str | None
+    title: str
+    text: str
+    metadata: str = ""  # as in ParsedRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,7 @@ BOMS = (
 )
 TEXT_FIELDS = ("text", "content", "contents", "body", "passage")
 TITLE_FIELDS = ("title", "heading", "name")
+METADATA_FIELD = "metadata"
 ID_FIELDS = ("id", "_id", "doc_id", "pid", "key")
 
 
@@ -98,15 +110,48 @@ def raw_field(row: Mapping[str, object], names: Iterable[str]) -> object | None:
     return next((lowered[name] for name in names if lowered.get(name) is not None), None)
 
 
-def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[ParsedRecord]:
-    """Records from (id, title, text). Without a unique id the content is the key.
+def row_metadata(row: Mapping[str, object], place: str) -> str:
+    """What an object says of itself in its field `metadata`. Raises CorpusError, which names the
+    object by its `place`."""
+    own = raw_field(row, (METADATA_FIELD,))
+    if own is None:
+        return ""
+    if not isinstance(own, Mapping):
+        raise CorpusError(f"{place}: {METADATA_FIELD} is no object of keys and values")
+    return _checked_metadata({str(key): value for key, value in own.items()}, place)
+
+
+def cell_metadata(row: Mapping[str, str], place: str) -> str:
+    """What a row of a table says of itself, in columns such as `metadata.year`: what reads as a
+    number is one. Raises CorpusError."""
+    start = f"{METADATA_FIELD}."
+    named = ((name.strip(), value.strip()) for name, value in row.items())
+    cells = {
+        name[len(start) :]: value
+        for name, value in named
+        if name.lower().startswith(start) and value
+    }
+    return _checked_metadata(cells, place, is_text=True) if cells else ""
+
+
+def _checked_metadata(found: Mapping[str, object], place: str, *, is_text: bool = False) -> str:
+    try:
+        if is_text:
+            return digest_text(parse_pairs([f"{k}={v}" for k, v in found.items()], place))
+        return digest_text(check_metadata(found))
+    except RequestError as error:
+        raise CorpusError(f"{place}: {error}") from error
+
+
+def keyed_records(rows: Iterable[ParsedRow]) -> list[ParsedRecord]:
+    """Records of rows. Without a unique id the content is the key.
 
     Rows that come, go or move then leave the keys of the other rows alone.
     """
     records: list[ParsedRecord] = []
     used: set[str] = set()
     copies: dict[str, int] = {}  # by content: the last number that was given
-    for row_id, title, text in rows:
+    for row_id, title, text, metadata in rows:
         title, text = clean(title), clean(text)
         if not text.strip():
             continue
@@ -121,7 +166,7 @@ def keyed_records(rows: Iterable[tuple[str | None, str, str]]) -> list[ParsedRec
             key = f"{content}:{copy}"
             copies[content] = copy
         used.add(key)
-        records.append(ParsedRecord(key, title, text))
+        records.append(ParsedRecord(key, title, text, metadata))
     if not records:
         raise CorpusError("no text in it")
     return records

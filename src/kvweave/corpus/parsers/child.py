@@ -2,8 +2,8 @@
 output, and waits for the next. `apart.py` starts it, and kills it where it takes too long.
 
     request   head length u32, data length u64, head (JSON), data
-    reply     b"r", count u64, then key, title and text of each record: lengths u64 × 3 × count,
-              bytes in UTF-8
+    reply     b"r", count u64, then the fields of each record: lengths u64 × 4 × count, bytes in
+              UTF-8
               b"e", length u64, the reason in UTF-8
 
 It holds itself to the limits of the request: memory by the operating system's own limit, time by an

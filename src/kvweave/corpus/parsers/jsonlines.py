@@ -1,4 +1,5 @@
-"""JSON lines: each line a document, either a string or an object with a text field."""
+"""JSON lines: each line a document, either a string or an object with a text field, and perhaps
+`metadata`, an object."""
 
 import json
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from kvweave.corpus.parsers.base import (
     TEXT_FIELDS,
     TITLE_FIELDS,
     ParsedRecord,
+    ParsedRow,
     ParseLimits,
     decode,
     field,
     keyed_records,
     raw_field,
+    row_metadata,
 )
 from kvweave.errors import CorpusError
 
@@ -22,7 +25,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     return keyed_records(_rows(decode(data), path.stem))
 
 
-def _rows(text: str, default_title: str) -> Iterator[tuple[str | None, str, str]]:
+def _rows(text: str, default_title: str) -> Iterator[ParsedRow]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -31,11 +34,12 @@ def _rows(text: str, default_title: str) -> Iterator[tuple[str | None, str, str]
         except (ValueError, RecursionError) as error:
             raise CorpusError(f"line {number} is not JSON ({error})") from error
         if isinstance(value, str):
-            yield None, default_title, value
+            yield ParsedRow(None, default_title, value)
             continue
         body = raw_field(value, TEXT_FIELDS) if isinstance(value, dict) else None
         if body is None:
             raise CorpusError(f"line {number} has no text; name the field one of {TEXT_FIELDS}")
         if not isinstance(body, str):
             raise CorpusError(f"line {number}: the text is not a string ({type(body).__name__})")
-        yield field(value, ID_FIELDS), field(value, TITLE_FIELDS) or default_title, body
+        title, said = field(value, TITLE_FIELDS), row_metadata(value, f"line {number}")
+        yield ParsedRow(field(value, ID_FIELDS), title or default_title, body, said)

@@ -11,13 +11,13 @@ from kvweave.corpus.parsers.base import (
     TEXT_FIELDS,
     TITLE_FIELDS,
     ParsedRecord,
+    ParsedRow,
     ParseLimits,
+    cell_metadata,
     field,
     keyed_records,
 )
 from kvweave.errors import CorpusError
-
-Row = tuple[str | None, str, str]  # id, title, text
 
 
 def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
@@ -38,7 +38,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     return keyed_records(rows)
 
 
-def _of_sheet(sheet: Any, name: str, limits: ParseLimits) -> Iterator[Row]:
+def _of_sheet(sheet: Any, name: str, limits: ParseLimits) -> Iterator[ParsedRow]:
     cells = ([_text(cell) for cell in row] for row in sheet.iter_rows(values_only=True))
     header = next((row for row in cells if any(row)), None)
     if header is None:
@@ -47,7 +47,9 @@ def _of_sheet(sheet: Any, name: str, limits: ParseLimits) -> Iterator[Row]:
         for row in cells:
             record = dict(zip(header, row, strict=False))
             title = field(record, TITLE_FIELDS) or f"{name}: {sheet.title}"
-            yield field(record, ID_FIELDS), title, field(record, TEXT_FIELDS) or ""
+            text = field(record, TEXT_FIELDS) or ""
+            said = cell_metadata(record, f"{sheet.title}, {title!r}")
+            yield ParsedRow(field(record, ID_FIELDS), title, text, said)
         return
     lines, num_chars = [], 0
     for row in cells:
@@ -59,7 +61,7 @@ def _of_sheet(sheet: Any, name: str, limits: ParseLimits) -> Iterator[Row]:
             if num_chars > limits.text_chars:
                 raise CorpusError(f"more than {limits.text_chars:,} characters of text")
     text = "\n".join(lines) or "; ".join(filter(None, header))
-    yield f"sheet:{sheet.title}", f"{name}: {sheet.title}", text
+    yield ParsedRow(f"sheet:{sheet.title}", f"{name}: {sheet.title}", text)
 
 
 def _text(cell: object) -> str:

@@ -11,6 +11,7 @@ from kvweave.corpus.parsers.base import (
     TEXT_FIELDS,
     TITLE_FIELDS,
     ParsedRecord,
+    ParsedRow,
     ParseLimits,
     check_length,
     decode,
@@ -18,6 +19,7 @@ from kvweave.corpus.parsers.base import (
     keyed_records,
     lone_record,
     raw_field,
+    row_metadata,
 )
 from kvweave.errors import CorpusError
 
@@ -31,12 +33,13 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     whole = values[0] if len(values) == 1 else values
     if isinstance(whole, list) and whole and all(_has_text(each) for each in whole):
         return keyed_records(
-            (
+            ParsedRow(
                 field(each, ID_FIELDS),
                 field(each, TITLE_FIELDS) or path.stem,
                 str(raw_field(each, TEXT_FIELDS)),
+                row_metadata(each, f"object {number}"),
             )
-            for each in whole
+            for number, each in enumerate(whole, start=1)
         )
     title = field(whole, TITLE_FIELDS) if isinstance(whole, dict) else None
     return lone_record(title or path.stem, check_length("\n".join(_lines(whole)), limits))

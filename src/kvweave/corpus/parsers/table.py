@@ -1,4 +1,5 @@
-"""CSV and TSV. With a text column each row is a document, otherwise each row is a line."""
+"""CSV and TSV. With a text column each row is a document, and columns such as `metadata.year` are
+metadata of it; otherwise each row is a line."""
 
 import csv
 import io
@@ -9,7 +10,9 @@ from kvweave.corpus.parsers.base import (
     TEXT_FIELDS,
     TITLE_FIELDS,
     ParsedRecord,
+    ParsedRow,
     ParseLimits,
+    cell_metadata,
     decode,
     field,
     keyed_records,
@@ -28,12 +31,13 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     has_text = field(dict.fromkeys(header, ""), TEXT_FIELDS) is not None
     if has_text:
         return keyed_records(
-            (
+            ParsedRow(
                 field(row, ID_FIELDS),
                 field(row, TITLE_FIELDS) or path.stem,
                 field(row, TEXT_FIELDS) or "",
+                cell_metadata(row, f"row {number}"),
             )
-            for row in rows
+            for number, row in enumerate(rows, start=1)
         )
     lines = ("; ".join(f"{name}: {value}" for name, value in row.items() if value) for row in rows)
     return lone_record(path.stem, "\n".join(lines))

@@ -14,6 +14,7 @@ from a tier, or are taken out of order, come one by one.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +35,14 @@ AT_A_TIME = 2  # groups of layers
 
 @contextmanager
 def open_source(
-    decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
+    decoder: FusionDecoder,
+    placed: Sequence[ChunkSpan],
+    layers: LayerTransfer,
+    strategy: Strategy,
+    slots: Tensor | None = None,
 ) -> Iterator[ChunkSource]:
-    """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else."""
+    """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
+    A placer lays them to `slots` if there are any: see Placement."""
     if decoder.device.type != "cuda" or not placed:
         yield StoredChunks(decoder, placed, layers)
         return
@@ -50,9 +56,12 @@ def open_source(
             placed,
             layers,
             ring,
-            taking_order(needs, decoder.spec.num_layers),
-            0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
-            begins=at_once,
+            LookAhead(
+                taking_order(needs, decoder.spec.num_layers),
+                0.0 if at_once else ring.start_s.get(needs.probe, float("inf")),
+                begins=at_once,
+            ),
+            slots,
         )
         begun_s = time.perf_counter()
         yield source
@@ -67,6 +76,14 @@ def open_source(
         RINGS.give_back(ring)
 
 
+class LookAhead(NamedTuple):
+    """When which layers are wanted."""
+
+    order: Sequence[int] | None = None  # others come when they are asked for; None: bottom up
+    start_s: float = float("inf")  # until the pass begins, see `depth_for`
+    begins: bool = True  # at once; else with `begin`
+
+
 class PipelinedChunks:
     """A ChunkSource that is its own LayerPlacer. For the thread that runs the pass.
 
@@ -79,21 +96,20 @@ class PipelinedChunks:
         placed: Sequence[ChunkSpan],
         layers: LayerTransfer,
         ring: Ring,
-        order: Sequence[int] | None = None,
-        start_s: float = float("inf"),
-        begins: bool = True,
+        ahead: LookAhead | None = None,
+        slots: Tensor | None = None,
     ) -> None:
-        """`order` is that in which layers will be asked for; others come when they are asked for.
-
-        Copying begins here, with what has arrived, or with `begin`. `start_s`: see `depth_for`.
-        """
+        """Copying begins here, with what has arrived, or with `begin`. `slots`: see Placement."""
+        ahead = ahead or LookAhead()
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
         self._ring = ring
         self._num_layers = decoder.spec.num_layers
-        self._queue = LayerQueue(range(self._num_layers) if order is None else order)
-        self._start_s = start_s
+        order = range(self._num_layers) if ahead.order is None else ahead.order
+        self._queue = LayerQueue(order)
+        self._start_s = ahead.start_s
+        self._slots = slots
         self._strides: dict[ChunkKey, int] | None = None  # once the first layer is there
         self._placement: Placement | None = None
         self._whole: Sequence[Tensor] | None = None  # all layers of each chunk, if all are there
@@ -102,7 +118,7 @@ class PipelinedChunks:
         self.pass_began_s: float | None = None  # host clock when the lowest layer was taken
         self._waited_s = 0.0  # where there is no device to wait
         self._begun = False
-        if begins:
+        if ahead.begins:
             self.begin()
 
     @property
@@ -114,7 +130,8 @@ class PipelinedChunks:
         self._look_ahead()
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write one layer of all placed chunks into the request's KV [T, Hk, D], keys turned."""
+        """Write one layer of all placed chunks into the request's KV [T, Hk, D], keys turned; or
+        into the `slots` they were given."""
         slot, placement = self._take(layer)
         if layer == 0:
             self.pass_began_s = time.perf_counter()
@@ -246,7 +263,7 @@ class PipelinedChunks:
         if self._placement is None:  # while the first bytes travel
             assert arrived is not None, "it is the first layer"
             most = self._queue.most
-            self._placement = Placement(self._decoder, self._placed, arrived, most)
+            self._placement = Placement(self._decoder, self._placed, arrived, most, self._slots)
 
 
 def _place(slot: Slot, layer: int) -> tuple[int, int]:

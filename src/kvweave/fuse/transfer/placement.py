@@ -69,8 +69,12 @@ class Placement:
         placed: Sequence[ChunkSpan],
         arrived: Mapping[ChunkKey, EncodedLayer],
         group: int = 1,
+        slots: Tensor | None = None,
     ) -> None:
-        """For groups of up to `group` layers. `arrived` as in `strides_of`."""
+        """For groups of up to `group` layers. `arrived` as in `strides_of`. `slots` [N] on the
+        device: chunks go there, token by token, each turned to its place in its chunk; None: to
+        their places in the prompt."""
+        self._slots = slots
         self._strides = strides_of(placed, arrived)
         self.num_tokens = sum(span.num_tokens for span in placed)
         self._device = decoder.device
@@ -85,7 +89,7 @@ class Placement:
         self._groups = [self._group(decoder, p, spans) for p, spans in by_packing.items()]
 
     def lay(self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor) -> None:
-        """Write all placed tokens of one layer to their positions, keys turned.
+        """Write all placed tokens of one layer to where they belong, keys turned.
 
         `data` holds a group; `at` is how many layers it has, and which of them this one is.
         """
@@ -117,8 +121,11 @@ class Placement:
         of_token = there.index_select(1, chunk)
         of_token[:3] += torch.arange(num_tokens, device=self._device)
         nth, row, compact, length, *bases = of_token.unbind()
+        if self._slots is not None:
+            row = self._slots.index_select(0, compact)
         rows = [StoredRows(base, nth, length, row) for base in bases]
-        return _PackingGroup(packing, rows, compact, decoder.angles(row))
+        turn = decoder.angles(row if self._slots is None else nth)
+        return _PackingGroup(packing, rows, compact, turn)
 
     def _bases(self, spans: Sequence[tuple[int, ChunkSpan]]) -> np.ndarray:
         """[places in groups, spans] first byte of a chunk's layer, in the order of `_number`."""

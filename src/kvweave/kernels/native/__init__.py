@@ -1,6 +1,9 @@
 """CPU kernels in C, compiled on the machine that runs them.
 
-`rows.c` is the source, `build.py` compiles it once and finds it again, `library.py` loads it and
-says what it is. A machine without a C compiler runs PyTorch's operators instead; which of the two
-computes a product is measured (product_probe.py), and nothing but the speed depends on it.
+`rows.c` is the source, with the headers beside it; `build.py` compiles it once and finds it again,
+`library.py` loads it and says what it is. `product.py`, `elementwise.py`, `attention.py`,
+`layers.py` and `stored.py` check what C is given and call it.
+
+A machine without a C compiler runs PyTorch's operators instead; which of the two computes a product
+is measured (product_probe.py), and nothing but the speed depends on it.
 """

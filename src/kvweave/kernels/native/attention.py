@@ -8,7 +8,8 @@ Shapes: R rows, N keys, Hq query heads, Hk KV heads, D head dim.
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.library import AttentionFields, CompiledLibrary
+from kvweave.kernels.native.fields import AttentionFields, HeldFields
+from kvweave.kernels.native.library import CompiledLibrary
 
 
 def attend_row(
@@ -48,10 +49,13 @@ def attend_rows(
         raise ValueError(f"{num_rows} rows up to position {last} do not fit {num_keys} keys")
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(q.shape)
+    held = HeldFields(
+        keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), None, 0,
+    )  # fmt: skip
     fields = AttentionFields(
-        q.data_ptr(), q.stride(0), q.stride(1), positions.data_ptr(), keys.data_ptr(),
-        values.data_ptr(), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        out.data_ptr(), num_rows, kv_heads, num_heads // kv_heads, dim, scale,
+        q.data_ptr(), q.stride(0), q.stride(1), positions.data_ptr(), held, out.data_ptr(),
+        num_rows, kv_heads, num_heads // kv_heads, dim, scale,
     )  # fmt: skip
     library.attend_rows(fields, torch.get_num_threads())
     return out

@@ -1,4 +1,4 @@
-"""Compiles rows.c for this CPU, once, and finds it again.
+"""Compiles rows.c and what it includes for this CPU, once, and finds it again.
 
     <home>/native/<source, flags, OpenMP, CPU>.so
 
@@ -92,7 +92,8 @@ def _flags(openmp: Path | None) -> tuple[str, ...]:
 
 def _name(flags: tuple[str, ...], openmp: Path | None) -> str:
     """By all that the compiled file depends on."""
-    parts = (SOURCE.read_text(), " ".join(flags), str(openmp), _cpu())
+    sources = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+    parts = (*(path.read_text() for path in sources), " ".join(flags), str(openmp), _cpu())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 

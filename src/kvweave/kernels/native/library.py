@@ -1,4 +1,7 @@
-"""The functions of a compiled rows.c, as Python calls them: other threads run meanwhile."""
+"""The functions of a compiled rows.c, as Python calls them: other threads run meanwhile.
+
+Structures are given by address or by reference (fields.py).
+"""
 
 import ctypes
 from collections.abc import Callable
@@ -6,48 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.kernels.native.build import BuildError
+from kvweave.kernels.native.fields import (
+    AttentionFields,
+    ChangesFields,
+    LayingFields,
+    PassFields,
+    PlacingFields,
+    ShiftingFields,
+)
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-
-
-class ProductFields(ctypes.Structure):
-    """`Product` of rows.c. Holds addresses alone: who makes one keeps the memory."""
-
-    _fields_ = (
-        ("packed", _POINTER),
-        ("start", _POINTER),
-        ("scale", _POINTER),
-        ("bias", _POINTER),
-        ("share", _POINTER),
-        ("more", _POINTER),
-        ("offset", _POINTER),
-        ("in_dim", _LONG),
-        ("columns", _LONG),
-        ("out_dim", _LONG),
-    )
-
-
-class AttentionFields(ctypes.Structure):
-    """`Attention` of rows.c."""
-
-    _fields_ = (
-        ("q", _POINTER),
-        ("q_row", _LONG),
-        ("q_head", _LONG),
-        ("positions", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("key_head", _LONG),
-        ("value_row", _LONG),
-        ("value_head", _LONG),
-        ("out", _POINTER),
-        ("rows", _LONG),
-        ("kv_heads", _LONG),
-        ("group", _LONG),
-        ("dim", _LONG),
-        ("scale", _FLOAT),
-    )
 
 
 class CompiledLibrary:
@@ -73,11 +44,8 @@ class CompiledLibrary:
                 None,
             )
             self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
-            at = [
-                _POINTER,
-                _LONG,
-                _LONG,
-            ]  # rows of heads: an address, from row to row, head to head
+            # rows of heads: an address, from row to row, head to head
+            at = [_POINTER, _LONG, _LONG]
             self.rotate = _typed(
                 held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
             )
@@ -88,9 +56,21 @@ class CompiledLibrary:
             )
             fields = ctypes.POINTER(AttentionFields)
             self.attend_rows = _typed(held.kvw_attend_rows, [fields, _INT], None)
-            self.most_dim: int = _typed(
-                held.kvw_most_dim, [], _LONG
-            )()  # of a head, for attend_rows
+            # of a head, for attend_rows and layers
+            self.most_dim: int = _typed(held.kvw_most_dim, [], _LONG)()
+            # up to which layers take float32 weights
+            self.few_rows: int = _typed(held.kvw_few_rows, [], _LONG)()
+            rows = [_POINTER, _LONG, _POINTER, _LONG, _INT]
+            self.begin_layer = _typed(held.kvw_begin_layer, [_POINTER, _POINTER, *rows], _INT)
+            self.end_layer = _typed(held.kvw_end_layer, [_POINTER, _POINTER, *rows], _INT)
+            of_pass = ctypes.POINTER(PassFields)
+            self.run_layers = _typed(held.kvw_run_layers, [of_pass, _LONG, _LONG, _INT], _INT)
+            laying, changes = ctypes.POINTER(LayingFields), ctypes.POINTER(ChangesFields)
+            self.lay_chunks = _typed(held.kvw_lay_chunks, [laying, _INT], None)
+            self.sum_changes = _typed(held.kvw_sum_changes, [changes, _INT], None)
+            shifting, placing = ctypes.POINTER(ShiftingFields), ctypes.POINTER(PlacingFields)
+            self.shift_runs = _typed(held.kvw_shift_runs, [shifting, _INT], None)
+            self.place_rows = _typed(held.kvw_place_rows, [placing, _INT], None)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with

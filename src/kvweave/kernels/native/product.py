@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.native.build import BuildError
-from kvweave.kernels.native.library import CompiledLibrary, ProductFields
+from kvweave.kernels.native.fields import ProductFields
+from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.rounded import RoundedWeight, round_weight
 
 MOST_COLUMNS = 65_000  # whose products cannot overflow a sum of 32 bits: 255 · 127 each
-_GROUP = 4  # columns that are multiplied at a time: GROUP of rows.c
+_GROUP = 4  # columns that are multiplied at a time: GROUP of integers.h
 
 
 class NativeProduct:
@@ -41,15 +42,15 @@ class NativeProduct:
         # the fields hold addresses; these tensors must live as long as they do
         self._kept = (packed, start, scale, bias, share, more, offset)
         addresses = [0 if each is None else each.data_ptr() for each in self._kept]
-        self._in_dim = columns if weight.more is None else columns - len(weight.more)
-        self._out_dim = out_dim
-        self._fields = ProductFields(*addresses, self._in_dim, columns, out_dim)
-        self._address = ctypes.addressof(self._fields)
+        self.in_dim = columns if weight.more is None else columns - len(weight.more)
+        self.out_dim = out_dim
+        self._fields = ProductFields(*addresses, self.in_dim, columns, out_dim)
+        self.address = ctypes.addressof(self._fields)  # of what C takes it for, as long as it lives
         self._multiply = library.multiply
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if out is None:
-            out = torch.empty(len(x), self._out_dim)
+            out = torch.empty(len(x), self.out_dim)
         self._run(x, out, False)
         return out
 
@@ -59,20 +60,18 @@ class NativeProduct:
     def _run(self, x: Tensor, y: Tensor, add: bool) -> None:
         num_rows = len(x)
         # an address says nothing of what lies there: what C is given is checked here
-        if x.shape[1] != self._in_dim or y.shape != (num_rows, self._out_dim):
-            raise ValueError(
-                f"[R, {self._in_dim}] to [R, {self._out_dim}], not {x.shape}, {y.shape}"
-            )
+        if x.shape[1] != self.in_dim or y.shape != (num_rows, self.out_dim):
+            raise ValueError(f"[R, {self.in_dim}] to [R, {self.out_dim}], not {x.shape}, {y.shape}")
         if x.dtype != torch.float32 or y.dtype != torch.float32 or y.stride(1) != 1:
             raise ValueError("rows are float32, and results lie side by side")
         if x.stride(1) != 1:
             x = x.contiguous()
         failed = self._multiply(
-            self._address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_rows, add,
+            self.address, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), num_rows, add,
             torch.get_num_threads(),
         )  # fmt: skip
         if failed:
-            raise MemoryError(f"no memory for {num_rows} rows of {self._in_dim} in 8 bits")
+            raise MemoryError(f"no memory for {num_rows} rows of {self.in_dim} in 8 bits")
 
 
 def check(library: CompiledLibrary) -> None:

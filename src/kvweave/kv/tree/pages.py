@@ -99,6 +99,10 @@ class TreeBudget:
             gone = TreeEviction(now_s, self.tier, node.chunk_id, path, size_bytes, rank)
             self.evictions.append(gone)
 
+    def lowest(self, may_leave: Callable[[Node], bool]) -> Node | None:
+        """The leaf that would leave first."""
+        return next((node for node, _ in self._leaves.lowest(may_leave)), None)
+
     def leaves(self) -> set[Node]:
         return set(self._leaves)
 
@@ -174,6 +178,11 @@ class NodePages:
             else:
                 self.drop(node)
         return True
+
+    def lowest_device_rank(self) -> float | None:
+        """Of the leaf that would leave the device first; None: there is none."""
+        leaf = self.budgets[DEVICE].lowest(_unpinned)
+        return None if leaf is None else leaf.ranks[DEVICE]
 
     def swap_out(self, node: Node) -> bool:
         """Copy a device node to host, pushing out what host ranks lowest. False: no room, or room

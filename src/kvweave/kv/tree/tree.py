@@ -254,6 +254,10 @@ class KnowledgeTree:
         there is room for one, stays. False: leases are in the way, or there is nothing."""
         return self._pages.make_device_room(self._pages.budgets[DEVICE].free_bytes + 1)
 
+    def lowest_rank(self) -> float | None:
+        """What the leaf that would leave the device next is worth; None: none may leave."""
+        return self._pages.lowest_device_rank()
+
     def holders(self) -> Iterator[Node]:
         """Every node that has device pages, those that only a lease still holds included."""
         nodes = (self.root, *self, *self.doomed())

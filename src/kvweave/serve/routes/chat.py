@@ -7,12 +7,12 @@ Python callers have it too, and what it means if it is left out, is decided in `
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
-from kvweave.app.question import PLAIN_REUSES, AskOptions
+from kvweave.app.question import PLAIN_REUSES, AskOptions, ChatOptions
 from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
@@ -34,6 +34,7 @@ from kvweave.serve.wire.chat import (
 )
 from kvweave.serve.wire.explain import explain_of
 from kvweave.serve.wire.sources import sources_out
+from kvweave.serve.wire.tools import call_out
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
@@ -70,10 +71,20 @@ def read_chat(
         drawn = [replace(each, json_schema=schema) for each in drawn]
     if request.documents is None and request.kb is None:
         _refuse_without_chunks(request)
-        messages = [{"role": _role(m.role), "content": m.text} for m in request.messages]
+        messages = [message.as_message() for message in request.messages]
         reuse = None if request.reuse is None else request.reuse.strategy
-        chat = partial(weave.chat, messages, reuse=reuse, tenant=tenant, model=request.model)
-        return [partial(chat, sampling=sampling) for sampling in drawn]
+        options: ChatOptions = {
+            "reuse": reuse,
+            "tenant": tenant,
+            "model": request.model,
+            "tools": _tools(request),
+            "tool_choice": request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls,
+        }
+        return [
+            partial(weave.chat, messages, **ChatOptions(**options, sampling=sampling))
+            for sampling in drawn
+        ]
     if request.kb is not None:
         check_name(request.kb)
         if transfer is not None:
@@ -96,9 +107,29 @@ def _check_messages(request: ChatRequest) -> None:
     """Not left to `app`: a plain chat has no question there, and here the field has its name."""
     if not request.messages:
         raise ApiError(400, "'messages' is empty; send at least one", param="messages")
-    if not request.messages[-1].text.strip():
-        last = f"messages.{len(request.messages) - 1}.content"
-        raise ApiError(400, f"'{last}' is empty; say something", param=last)
+    for place, message in enumerate(request.messages):
+        _check_calls(message, f"messages.{place}")
+    last = request.messages[-1]
+    if last.role == "assistant" and last.tool_calls:
+        name = f"messages.{len(request.messages) - 1}"
+        words = "calls tools; send their results behind it, as messages of role 'tool'"
+        raise ApiError(400, f"'{name}' {words}", param=name)
+    if last.role != "tool" and not last.text.strip():
+        name = f"messages.{len(request.messages) - 1}.content"
+        raise ApiError(400, f"'{name}' is empty; say something", param=name)
+
+
+def _check_calls(message: ChatMessage, place: str) -> None:
+    """Which fields go with which role."""
+    if message.tool_calls and message.role != "assistant":
+        raise ApiError(400, f"'{place}.tool_calls' are an assistant's", param=f"{place}.tool_calls")
+    if message.content is None and not message.tool_calls:
+        raise ApiError(400, f"'{place}.content' is missing", param=f"{place}.content")
+    if message.name is not None and message.role != "tool":
+        raise ApiError(400, f"'{place}.name' is not supported", param=f"{place}.name")
+    if (message.tool_call_id is not None) != (message.role == "tool"):
+        words = "goes with the role 'tool', and only with it"
+        raise ApiError(400, f"'{place}.tool_call_id' {words}", param=f"{place}.tool_call_id")
 
 
 def _max_tokens(request: ChatRequest, context: Context) -> int:
@@ -120,9 +151,17 @@ def _logprobs_wanted(request: ChatRequest) -> int | None:
     return (request.top_logprobs or 0) if request.logprobs else None
 
 
+def _tools(request: ChatRequest) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in request.tools]
+
+
 def _schema(request: ChatRequest) -> str | None:
     """The JSON schema that answers are held to; None: they are text."""
     form = request.response_format
+    may_call = bool(request.tools) and request.tool_choice != "none"
+    if form is not None and form.type != "text" and may_call:
+        message = "'response_format' holds the whole answer to JSON, so it goes with no 'tools'"
+        raise ApiError(400, message, param="response_format")
     if form is None:
         return None
     if (form.type == "json_schema") != (form.json_schema is not None):
@@ -152,8 +191,12 @@ def _over_chunks(
     measure: AnswerMeasure | None,
 ) -> list[Start]:
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
-    system, turns = _turns(request.messages)
+    system, turns, since = _turns(request.messages)
     options: AskOptions = {
+        "tools": _tools(request),
+        "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
+        "since": since,
         "documents": _documents(request),
         "system": system,
         "history": turns[:-1],
@@ -182,7 +225,7 @@ def _over_chunks(
         options["watched"], options["forced"], options["alone"] = measure
 
     def start(sampling: Sampling) -> PieceStream:
-        question, asked = turns[-1]["content"], AskOptions(**options, sampling=sampling)
+        question, asked = str(turns[-1]["content"]), AskOptions(**options, sampling=sampling)
         if request.kb is None:
             try:
                 context.weave.check_strategy(asked.get("reuse"), asked.get("ratio"))
@@ -194,18 +237,24 @@ def _over_chunks(
     return [partial(start, sampling) for sampling in drawn]
 
 
-def _turns(messages: Sequence[ChatMessage]) -> tuple[str | None, list[dict[str, str]]]:
-    """The system message, if there is one, and the rest."""
-    roles = [_role(message.role) for message in messages]
-    first = 1 if roles[0] == "system" else 0
-    wanted = ["user", "assistant"] * len(roles)
-    if not roles[first:] or roles[first:] != wanted[: len(roles) - first] or roles[-1] != "user":
+def _turns(
+    messages: Sequence[ChatMessage],
+) -> tuple[str | None, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The system message, if there is one; the turns, a user's last; calls and results since."""
+    said = [message.as_message() for message in messages]
+    first = 1 if said[0]["role"] == "system" else 0
+    asked = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
+    turns, since = said[first : asked + 1], said[asked + 1 :]
+    # what calls and their results are between, is one turn of the assistant
+    spoken = [m["role"] for m in turns if m["role"] != "tool" and not m.get("tool_calls")]
+    wanted = (["user", "assistant"] * len(turns))[: len(spoken)]
+    is_called = not since or since[-1]["role"] == "tool"
+    if not turns or spoken != wanted or turns[0]["role"] != "user" or not is_called:
+        roles = [m["role"] for m in said]
         shown = f"{', '.join(roles[:6])}{', …' if len(roles) > 6 else ''}"
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
-    system = messages[0].text if first else None
-    turns = [{"role": _role(m.role), "content": m.text} for m in messages[first:]]
-    return system, turns
+    return said[0]["content"] if first else None, turns, since
 
 
 def _documents(request: ChatRequest) -> list[Document] | None:
@@ -236,17 +285,14 @@ def _check_retrieval(request: ChatRequest) -> None:
         raise ApiError(400, message, param="conversation_id")
 
 
-def _role(role: str) -> str:
-    return "system" if role == "developer" else role  # OpenAI's newer name of the same
-
-
 class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
     def __init__(
-        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None]
+        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None] | None
     ) -> None:
-        """`model` as the caller calls it; `keep` hears of the first choice once it is finished."""
+        """`model` as the caller calls it; `keep` hears of the first choice once it is finished, if
+        it is kept."""
         with_usage = request.with_usage
         self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
         self._request = request
@@ -256,7 +302,7 @@ class ChatFormat:
         choices = [
             ReplyChoice(
                 index=index,
-                message=ReplyMessage(content=answer.text),
+                message=_message(answer),
                 logprobs=_logprobs(answer.logprobs) if self._request.logprobs else None,
                 finish_reason=answer.finish_reason,
                 stopped_because=answer.stopped_because,
@@ -295,11 +341,16 @@ class ChatFormat:
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
-        chunk = self._head.chunk
+        chunk, num_calls = self._head.chunk, 0
         yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
-        async for text, seen in batches(job):
-            logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
-            yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
+        async for text, seen, calls in batches(job):
+            if text or seen:
+                logprobs = _logprobs(seen).model_dump() if self._request.logprobs else None
+                yield chunk(index, {"delta": {"content": text}}, logprobs=logprobs)
+            for call in calls:
+                called = {"index": num_calls, **call_out(call).model_dump()}
+                yield chunk(index, {"delta": {"tool_calls": [called]}})
+                num_calls += 1
         answers[index] = await job.mailbox.finish()
         if index == 0:
             self._finished(answers[index], job)
@@ -311,7 +362,15 @@ class ChatFormat:
         yield end
 
     def _finished(self, answer: Answer, job: AnswerJob) -> None:
-        self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
+        if self._keep is not None:
+            self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
+
+
+def _message(answer: Answer) -> ReplyMessage:
+    if not answer.tool_calls:
+        return ReplyMessage(content=answer.text)
+    calls = [call_out(call) for call in answer.tool_calls]
+    return ReplyMessage(content=answer.text or None, tool_calls=calls)
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Logprobs:

@@ -102,7 +102,7 @@ class Comparison:
         answers: list[Answer] = []
         for way in range(len(self._ways)):
             job = self._jobs[0] if way == 0 else self._start(self._ways[way])
-            async for text, _ in batches(job):
+            async for text, _, _ in batches(job):
                 yield {"way": way, "delta": text}
             answers.append(await job.mailbox.finish())
             yield {"way": way, "done": self._done(answers[way], job)}

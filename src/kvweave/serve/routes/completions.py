@@ -97,7 +97,7 @@ class CompletionFormat:
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0
-        async for text, seen in batches(job):
+        async for text, seen, _ in batches(job):
             logprobs = self._logprobs(seen, offset)
             shown = None if logprobs is None else logprobs.model_dump()
             yield self._head.chunk(index, {"text": text}, logprobs=shown)

@@ -58,7 +58,9 @@ def openai_routes(context: Context) -> APIRouter:
         tenant, asked = tenant_of(request.scope), names.read(body.model)
         body = over_kb(body, asked)
         starts = read_chat(body, context, tenant)
-        form = ChatFormat(asked.name, body, partial(context.kept.add, tenant))
+        # what looks closer has the tokenizer and the engine of the usual model
+        is_kept = asked.model == weave.model_name
+        form = ChatFormat(asked.name, body, partial(context.kept.add, tenant) if is_kept else None)
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )

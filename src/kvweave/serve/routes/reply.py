@@ -4,12 +4,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request, Response
 from pydantic import BaseModel
 
-from kvweave.app.weave import Answer, TokenLogprob
+from kvweave.app.weave import Answer, TokenLogprob, ToolCall
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import PromptTokensDetails, Usage
@@ -142,13 +142,23 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def batches(job: AnswerJob) -> AsyncIterator[tuple[str, list[TokenLogprob]]]:
-    """Text and log probabilities of all that came since the last one; never both empty."""
+class PieceBatch(NamedTuple):
+    """All that came of an answer since the last one; never all empty."""
+
+    text: str
+    logprobs: list[TokenLogprob]
+    calls: list[ToolCall]  # behind the text
+
+
+async def batches(job: AnswerJob) -> AsyncIterator[PieceBatch]:
     while pieces := await job.mailbox.take():
-        text = "".join(piece.text for piece in pieces)
-        seen = [p.logprob for p in pieces if p.logprob is not None]
-        if text or seen:
-            yield text, seen
+        batch = PieceBatch(
+            "".join(piece.text for piece in pieces),
+            [p.logprob for p in pieces if p.logprob is not None],
+            [p.call for p in pieces if p.call is not None],
+        )
+        if any(batch):
+            yield batch
 
 
 async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:

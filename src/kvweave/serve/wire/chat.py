@@ -3,10 +3,15 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.question import ANY_OBJECT
+from kvweave.app.question import ANY_OBJECT, MOST_TOOLS
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
     MOST_DOCUMENTS,
@@ -23,6 +28,7 @@ from kvweave.serve.wire.base import (
 )
 from kvweave.serve.wire.explain import Explain
 from kvweave.serve.wire.sources import SourceOut
+from kvweave.serve.wire.tools import ToolCallOut, ToolCalls, ToolChoice, Tools
 
 
 class TextPart(Incoming):
@@ -38,18 +44,31 @@ def _parts(content: Any) -> Any:
 
 
 class ChatMessage(Incoming):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    # an assistant that calls need not say anything
     content: Annotated[
-        list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-    ]
+        list[TextPart] | None, BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
+    ] = None
+    tool_calls: ToolCalls = Field(default_factory=list)  # of an assistant, as a reply had them
+    tool_call_id: Text | None = None  # of a tool: which call this is the result of
+    name: Text | None = None  # of a tool: the function; the call's id counts
     # What clients send back of an assistant's message, with the value that says nothing:
-    tool_calls: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
     refusal: Annotated[str, Field(max_length=0)] = ""
 
     @property
     def text(self) -> str:
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content or ())
+
+    def as_message(self) -> dict[str, Any]:
+        """As Python callers send it."""
+        role = "system" if self.role == "developer" else self.role  # OpenAI's newer name of it
+        said: dict[str, Any] = {"role": role, "content": self.text}
+        if self.tool_calls:
+            said["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            said["tool_call_id"] = self.tool_call_id
+        return said
 
 
 def _few(messages: Any) -> Any:
@@ -145,19 +164,19 @@ class ChatRequest(SamplingFields):
 
     max_completion_tokens: int | None = None  # the newer name of max_tokens
     response_format: ResponseFormatIn | None = None  # left out: text
+    tools: Annotated[Tools, schema_only(maxItems=MOST_TOOLS)] = Field(default_factory=list)
+    tool_choice: ToolChoice = None  # left out: as the model likes
+    parallel_tool_calls: bool = True  # false: one call in an answer at most
     logprobs: bool = False
     top_logprobs: Annotated[int | None, schema_only(minimum=0, maximum=20)] = None
     # Only the values that ask for nothing are accepted: NEUTRAL
     store: Annotated[Any, schema_only(enum=[False])] = None
-    tools: Annotated[Any, schema_only(enum=[[]])] = None
-    tool_choice: Annotated[Any, schema_only(enum=["none", "auto"])] = None
     functions: Annotated[Any, schema_only(enum=[[]])] = None
     function_call: Annotated[Any, schema_only(enum=["none", "auto"])] = None
     modalities: Annotated[Any, schema_only(enum=[["text"]])] = None
     service_tier: Annotated[Any, schema_only(enum=["auto", "default"])] = None
     reasoning_effort: Annotated[Any, schema_only(enum=["none"])] = None
     verbosity: Annotated[Any, schema_only(enum=["medium"])] = None
-    parallel_tool_calls: bool | None = None  # there are no tools
     # The caller's own bookkeeping
     metadata: dict[str, str] | None = None
     safety_identifier: Text | None = None
@@ -167,8 +186,6 @@ class ChatRequest(SamplingFields):
 # Fields that clients send where they want what is usual, and what they may hold
 NEUTRAL: dict[str, list[object]] = {
     "store": [False],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
     "functions": [[]],
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
@@ -197,7 +214,15 @@ class Logprobs(Outgoing):
 
 class ReplyMessage(Outgoing):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None  # None: it calls, and says nothing
+    tool_calls: list[ToolCallOut] | None = None  # left out where there are none
+
+    @model_serializer(mode="wrap")
+    def _without_none(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        if written["tool_calls"] is None:
+            del written["tool_calls"]
+        return written
 
 
 class ReplyChoice(Outgoing):

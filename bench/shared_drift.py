@@ -1,0 +1,156 @@
+"""What does it cost that answers over shared chunks see rows which drift has not moved?
+
+Real weights; the demo's passages and questions. The exact answer of each question is forced, and
+what the model thinks of its tokens is compared with full prefill, in nats per token: over a copy of
+the chunks, which drift has moved for good; over shared ones, which it moves for the prompt alone;
+and without any drift. The first token is apart: it is computed with the prompt.
+
+    python bench/shared_drift.py --model smollm2 --out bench/results/shared_drift-cpu.json
+"""
+
+import argparse
+import random
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from common.results import finish, result_header
+from kvweave.demo import PASSAGES, DemoQuestion, read_questions
+from kvweave.engine.config import EngineConfig
+from kvweave.engine.engine import Engine
+from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
+from kvweave.engine.sampling import Sampling
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.request import PromptChunk
+from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.model.files.locate import locate
+from kvweave.model.load import load_decoder
+from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import Chunk, ChunkId
+
+MOST_TOKENS = 256  # of a passage
+SYSTEM = "You answer questions about a valley from the passages below, in a few words.\n\n"
+
+
+class Way(NamedTuple):
+    """How chunks lie and whether they drift."""
+
+    name: str
+    shares: bool
+    drifts: bool
+
+
+WAYS = (Way("copied", False, True), Way("shared", True, True), Way("no drift", False, False))
+
+
+def main() -> None:
+    args = parse_args()
+    world = World(args.model)
+    asked = read_questions()[: args.questions]
+    prompts = [world.prompt(question, args.passages) for question in asked]
+    thought, rows = {}, []
+    with Engine(world.decoder, EngineConfig(share_chunks=False)) as engine:
+        for number, prompt in enumerate(prompts):
+            forced = tuple(choice.token_id for choice in engine.submit(prompt))
+            prompts[number] = replace(prompt, forced=forced, watched=len(forced))
+            thought[number] = thoughts(engine, prompts[number])
+    for way in WAYS:
+        strategy = world.strategy(args.strategy, drifts=way.drifts)
+        with Engine(world.decoder, EngineConfig(share_chunks=way.shares)) as engine:
+            found = [
+                apart(thought[n], thoughts(engine, world.fused(prompt, strategy, args.ratio)))
+                for n, prompt in enumerate(prompts)
+            ]
+            assert engine.stats()["fused_shared"] == (len(prompts) if way.shares else 0)
+        first, later = ([pair[i] for pair in found] for i in (0, 1))
+        rows.append(
+            {
+                "way": way.name,
+                "first_token_nats": round(statistics.fmean(first), 5),
+                "later_tokens_nats": round(statistics.fmean(later), 5),
+                "later_median": round(statistics.median(later), 5),
+            }
+        )
+        print(rows[-1], flush=True)
+    config = {
+        "model": args.model, "strategy": args.strategy, "ratio": args.ratio,
+        "questions": len(prompts), "passages": args.passages,
+    }  # fmt: skip
+    finish(
+        __doc__, {**result_header("shared_drift", "cpu"), "config": config, "rows": rows}, args.out
+    )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--strategy", default="weave")
+    parser.add_argument("--ratio", type=float, default=0.15)
+    parser.add_argument("--questions", type=int, default=12)
+    parser.add_argument("--passages", type=int, default=6, help="in every prompt")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+class World:
+    """A model with the chunk KV of the valley's passages in host memory."""
+
+    def __init__(self, model: str) -> None:
+        folder = locate(model)
+        self.decoder = load_decoder(folder, device="cpu", dtype="float32")
+        self._tokenizer = Tokenizer(folder)
+        self._preamble = tuple(self._tokenizer.encode(SYSTEM))
+        self.store = KVStore(StoreConfig((HostTierConfig(2 * GIB),)))
+        context = KeyContext(model, "float32", "raw", "t", self._preamble, "r")
+        self._encoder = ChunkEncoder(self.decoder, self.store, context)
+        self._passages = {
+            path.stem: tuple(self._tokenizer.encode(path.read_text() + "\n\n")[:MOST_TOKENS])
+            for path in sorted(PASSAGES.glob("*.md"))
+        }
+        self._encoder.encode([Chunk(ChunkId(n), "", "", c) for n, c in self._passages.items()])
+
+    def prompt(self, asked: DemoQuestion, num_passages: int) -> EngineRequest:
+        """The passages of a question among others, in some order."""
+        draw = random.Random(asked.question)
+        others = [name for name in self._passages if name not in asked.passages]
+        names = [*asked.passages, *draw.sample(others, num_passages - len(asked.passages))]
+        draw.shuffle(names)
+        question = tuple(self._tokenizer.encode(f"Question: {asked.question}\nAnswer:"))
+        chunks = tuple(EngineChunk(ChunkId(name), self._passages[name]) for name in names)
+        sampling = Sampling(max_tokens=24)
+        return EngineRequest(question, sampling, frozenset(), self._preamble, chunks)
+
+    def strategy(self, name: str, *, drifts: bool) -> Strategy:
+        strategy = open_strategy(name, ModelFacts(self.decoder.spec.num_layers))
+        return strategy if drifts else replace(strategy, drift=0.0)
+
+    def fused(self, prompt: EngineRequest, strategy: Strategy, ratio: float) -> EngineRequest:
+        key, exact_key = self._encoder.key, self._encoder.exact_key
+        ids = [chunk.token_ids for chunk in prompt.chunks]
+        chunks = tuple(PromptChunk(each, key(each), exact_key(each)) for each in ids)
+        part = FusedPart(self.store, self._encoder.preamble, chunks, strategy, ratio)
+        return replace(prompt, fused=part)
+
+
+def thoughts(engine: Engine, request: EngineRequest) -> list[Tensor]:
+    """Log-probabilities [V] of every token of the forced answer."""
+    ticket = engine.submit(request)
+    for _ in ticket:
+        pass
+    return ticket.distributions
+
+
+def apart(exact: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
+    """KL of exact to found in nats: of the first token, and the mean of the others."""
+    nats = [float((p.exp() * (p - q)).sum()) for p, q in zip(exact, found, strict=True)]
+    return nats[0], statistics.fmean(nats[1:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What one fused request has in the pool while its prompt is computed over shared chunks."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvweave.engine.page_manager import PageManager
+from kvweave.engine.sequence import EngineSequence
+from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.shared_chunks import Slots
+from kvweave.kernels.rope import Angles
+from kvweave.kernels.types import SharedChunk
+from kvweave.kv.keys import ChunkKey
+from kvweave.model.paged_kv import KVPool
+from kvweave.model.segmented_kv import SegmentedKV
+
+
+class ChunkRoom:
+    """The `PromptRoom` of a request (fuse/shared_chunks.py). Made for one pass, on its thread."""
+
+    def __init__(self, sequence: EngineSequence, pages: PageManager) -> None:
+        assert isinstance(sequence.kv, SegmentedKV), "its chunks are shared"
+        assert sequence.shared is not None, "its chunks are leased"
+        self._sequence = sequence
+        self._kv: SegmentedKV = sequence.kv
+        self._lease = sequence.shared
+        self._pages = pages
+        self._laid_out: tuple[FuseRequest, Slots] | None = None
+
+    @property
+    def pool(self) -> KVPool:
+        return self._kv.pool
+
+    @property
+    def num_present(self) -> int:
+        return self._sequence.present
+
+    def turn(self, positions: Tensor) -> Angles:
+        return self._kv.turn(positions)
+
+    def chunk_slots(self, key: ChunkKey) -> Slots:
+        chunk = self._lease.chunks[key]
+        if chunk.slots is None:
+            chunk.slots = self._slots(chunk.pages, chunk.num_tokens)
+        return chunk.slots
+
+    def is_filled(self, key: ChunkKey) -> bool:
+        return self._lease.chunks[key].is_filled
+
+    def own_slots(self, request: FuseRequest, num_rows: int) -> Slots:
+        if num_rows > self._kv.own.capacity:
+            placed = {span.key for span in request.placed}
+            self._lease.drop([key for key in self._lease.chunks if key not in placed])
+            self._pages.take_from_lost(self._sequence, num_rows)
+        return self._slots(self._kv.page_table, num_rows)
+
+    def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
+        self._laid_out = request, own_positions
+
+    @property
+    def placed(self) -> set[ChunkKey]:
+        """Chunks of the prompt that were taken from shared pages."""
+        assert self._laid_out is not None, "the pass began"
+        return {span.key for span in self._laid_out[0].placed}
+
+    @property
+    def unread(self) -> list[ChunkKey]:
+        """Leased chunks of which nothing is left: every row was computed anew."""
+        read = {chunk.pages for chunk in self._kv.chunks}
+        return [key for key, chunk in self._lease.chunks.items() if chunk.pages not in read]
+
+    def finish(self) -> None:
+        """The prompt is computed: from now on its rows see its own ones and those of the chunks
+        that it did not compute anew."""
+        assert self._laid_out is not None, "the pass began"
+        request, own = self._laid_out
+        is_own = np.zeros(len(request.prompt_ids), np.bool_)
+        is_own[own] = True
+        edges = np.array([(span.start, span.end) for span in request.placed], np.int64)
+        counts = np.diff(np.searchsorted(own, edges.reshape(-1, 2)))[:, 0].tolist()
+        masks = torch.from_numpy(is_own)
+        chunks: list[SharedChunk] = []
+        for span, count in zip(request.placed, counts, strict=True):
+            if count < span.num_tokens:
+                replaced = masks[span.start : span.end] if count else None
+                pages = self._lease.chunks[span.key].pages
+                chunks.append(SharedChunk(pages, span.num_tokens, span.start, replaced))
+        self._kv.lay_out(own, chunks, len(request.prompt_ids))
+        self._sequence.progress.elsewhere = self._kv.num_shared
+
+    def _slots(self, pages: tuple[int, ...] | list[int], count: int) -> Slots:
+        size = self.pool.page_tokens
+        at = np.array(pages[: -(-count // size)], np.int64)[:, None] * size + np.arange(size)
+        return at.reshape(-1)[:count]

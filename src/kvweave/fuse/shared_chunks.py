@@ -1,0 +1,256 @@
+"""A prompt over chunks that lie once, in pages of a pool, for all prompts.
+
+    pages of chunks ──turned by each chunk's start──► one layer of scratch ──► the pass, as ever
+    pages of its own ◄──rows that were computed──────────────┘
+
+Keys lie in the pages turned to their places in the chunk. For each layer they are laid, turned on,
+into memory that the next layer takes over; what the pass computes is kept in the request's own
+pages. So no copy of a chunk outlives the pass. A chunk whose pages are empty is filled on the way,
+from the bytes that arrive for it; what has arrived once is not asked for again.
+
+For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV heads, D head dim.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvweave.fuse.protocol import FusionDecoder, ModelShape, PoolLayers
+from kvweave.fuse.request import ChunkSpan, FuseRequest
+from kvweave.fuse.sources import ChunkSource
+from kvweave.kernels.host import on_device
+from kvweave.kernels.relocate import relocate
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.types import RowMoves
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.keys import ChunkKey
+
+Slots = NDArray[np.int64]  # places in a pool, token by token
+
+
+class PromptRoom(Protocol):
+    """What a prompt has in the pool. Called on the thread that runs the pass."""
+
+    @property
+    def pool(self) -> PoolLayers: ...
+
+    @property
+    def num_present(self) -> int:
+        """Own rows from the front that hold exact KV already."""
+        ...
+
+    def turn(self, positions: Tensor) -> Angles:
+        """A rotation alone: the model's, in float32, without YaRN's factor."""
+        ...
+
+    def chunk_slots(self, key: ChunkKey) -> Slots:
+        """Where the tokens of a chunk of the request lie."""
+        ...
+
+    def is_filled(self, key: ChunkKey) -> bool:
+        """Whether its KV is there."""
+        ...
+
+    def own_slots(self, request: FuseRequest, num_rows: int) -> Slots:
+        """Where the first `num_rows` own rows of a prompt lie. Pages of chunks that turned out lost
+        become own ones."""
+        ...
+
+    def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
+        """The pass begins: rows at these positions, ascending, will be own ones."""
+        ...
+
+
+def own_positions(request: FuseRequest, rows: Slots) -> Slots:
+    """The exact front and the rows that are computed, ascending as they are."""
+    return np.concatenate([np.arange(request.preamble_len), rows])
+
+
+class ScratchMemory:
+    """Layers of memory that passes work in, one pass at a time. Grows, and is kept."""
+
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+        self._row = (shape.num_kv_heads, shape.head_dim)
+        self._dtype = dtype
+        self._device = device
+        self._layers: list[Tensor] = []  # [2, rows, Hk, D]
+
+    def layers(self, num_tokens: int, count: int) -> list[Tensor]:
+        """`count` layers with room for a prompt."""
+        if self._layers and self._layers[0].shape[1] < num_tokens:
+            self._layers.clear()
+        rows = self._layers[0].shape[1] if self._layers else num_tokens
+        with torch.inference_mode(False):  # used inside such a mode and outside it
+            while len(self._layers) < count:
+                shape = (2, rows, *self._row)
+                made = torch.empty(shape, dtype=self._dtype, device=self._device)
+                self._layers.append(made)
+        return self._layers[:count]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self._layers)
+
+
+class LayerScratch:
+    """The KVBuffer of a pass over shared chunks: it holds the last few layers that were asked for.
+
+    As many as a selector scores at once, and one.
+    """
+
+    def __init__(self, memory: ScratchMemory, num_tokens: int, num_scored: int) -> None:
+        self._num_tokens = num_tokens
+        self._free = memory.layers(num_tokens, num_scored + 1)
+        self._held: dict[int, Tensor] = {}  # by layer, the one asked for longest ago first
+
+    def reserve(self, num_tokens: int) -> None:
+        assert num_tokens <= self._num_tokens, "the prompt is known"
+
+    def holds(self, layer: int) -> bool:
+        """Whether what was written to a layer is still there."""
+        return layer in self._held
+
+    def keys(self, layer: int) -> Tensor:
+        return self._of(layer)[0, : self._num_tokens]
+
+    def values(self, layer: int) -> Tensor:
+        return self._of(layer)[1, : self._num_tokens]
+
+    def _of(self, layer: int) -> Tensor:
+        held = self._held.pop(layer, None)
+        if held is None:
+            held = self._free.pop() if self._free else self._held.pop(next(iter(self._held)))
+        self._held[layer] = held
+        return held
+
+
+class SharedChunks:
+    """A ChunkSource that is its own LayerPlacer: lays pages of chunks and of the exact front."""
+
+    def __init__(
+        self,
+        decoder: FusionDecoder,
+        request: FuseRequest,
+        room: PromptRoom,
+        front: Sequence[LayerKV],
+        source: ChunkSource | None,
+        filling: "Filling | None",
+    ) -> None:
+        """`front` is the exact KV in front of the chunks, by layer, for a room that lacks it.
+        `source` brings what is to be filled, if anything is."""
+        self._decoder = decoder
+        self._request = request
+        self._room = room
+        self._pool = room.pool
+        self._source = source
+        self._filling = filling
+        self._filled: set[int] = set()  # layers
+        self._waited_s = 0.0
+        self._kept: RowMoves | None = None
+        front_slots = room.own_slots(request, request.preamble_len)
+        if room.num_present < request.preamble_len:
+            self._write_front(front, front_slots)
+        self._moves, self._turn = self._plan(front_slots)
+
+    @property
+    def placer(self) -> "SharedChunks":
+        return self
+
+    def begin(self) -> None:
+        if self._source is not None and self._source.placer is not None:
+            self._source.placer.begin()
+
+    def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the exact front and all placed chunks to their positions of [T, Hk, D]."""
+        self._fill(layer)
+        relocate(*self._pool.slots(layer), self._moves, self._turn, keys, values)
+
+    def begin_rows(self, rows: Tensor) -> None:
+        """Rows at these positions [R], on the host, will be computed: they are own ones."""
+        request = self._request
+        own = own_positions(request, rows.numpy())
+        slots = self._room.own_slots(request, len(own))[request.preamble_len :]
+        self._room.lay_out(request, own)
+        both = torch.stack([rows, torch.from_numpy(slots)])
+        self._kept = RowMoves(*on_device(both, self._decoder.device).unbind())
+
+    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """A layer is as it will be: its own rows go to their pages."""
+        assert self._kept is not None, "the pass has begun"
+        relocate(keys, values, self._kept, None, *self._pool.slots(layer))
+
+    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+        self._fill(layer)
+        keys, values = self._pool.slots(layer)
+        first = self._request.preamble_len
+        slots, device = self._moves.source[first:], self._decoder.device
+        lengths = [span.num_tokens for span in self._request.placed]
+        nth = torch.cat([torch.arange(length) for length in lengths])
+        back = self._room.turn(on_device(-nth, device))
+        factor = self._decoder.angles(torch.zeros(1, dtype=torch.int64, device=device)).cos
+        turned = keys.index_select(0, slots)
+        k = rotate(turned.to(back.cos.dtype), back) / factor.flatten()[0]
+        found = LayerKV(k.to(turned.dtype), values.index_select(0, slots))
+        if out is None:
+            return found
+        out.k.copy_(found.k)
+        out.v.copy_(found.v)
+        return out
+
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+        return {}  # strategies that want some do not share
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return {}
+
+    def stalled_s(self) -> float:
+        if self._source is None or self._source.placer is None:
+            return self._waited_s
+        return self._source.placer.stalled_s()
+
+    def _fill(self, layer: int) -> None:
+        """Bring a layer of the chunks whose pages are empty. Blocks; raises ChunkLost."""
+        if self._source is None or self._filling is None or layer in self._filled:
+            return
+        keys, values = self._pool.slots(layer)
+        if self._source.placer is not None:
+            self._source.placer.lay(layer, keys, values)
+        else:
+            started_s = time.perf_counter()
+            stored = self._source.layer(layer)
+            self._waited_s += time.perf_counter() - started_s
+            slots, turn = self._filling.slots, self._filling.turn
+            keys[slots] = rotate(stored.k.to(keys.dtype), turn)
+            values[slots] = stored.v.to(values.dtype)
+        self._filled.add(layer)
+
+    def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
+        at = on_device(torch.from_numpy(slots), self._decoder.device)
+        for layer, made in enumerate(front):
+            keys, values = self._pool.slots(layer)
+            keys[at], values[at] = made.k.to(keys.dtype), made.v.to(values.dtype)
+
+    def _plan(self, front_slots: Slots) -> tuple[RowMoves, Angles]:
+        """From which slot to which position each token goes, and by how much it is turned."""
+        placed, room = self._request.placed, self._room
+        slots = [front_slots, *(room.chunk_slots(span.key) for span in placed)]
+        where = [np.arange(len(front_slots)), *(np.arange(s.start, s.end) for s in placed)]
+        which = np.repeat(np.arange(len(slots)), [len(each) for each in slots])
+        table = np.stack([np.concatenate(slots), np.concatenate(where), which])
+        device = self._decoder.device
+        moves = RowMoves(*on_device(torch.from_numpy(table), device).unbind())
+        starts = torch.tensor([0, *(span.start for span in placed)])
+        return moves, room.turn(on_device(starts, device))
+
+
+class Filling(NamedTuple):
+    """Chunks that are brought to their pages."""
+
+    spans: list[ChunkSpan]  # each chunk once
+    slots: Tensor  # [n] of all their tokens, on the device
+    turn: Angles  # to their places in their chunks

@@ -1,0 +1,266 @@
+"""How rows and the chunks they share are cut into work. Plain numbers, made on the host.
+
+A *pair* is a row and something it looks at: its own pages, or a chunk. Each pair has its own turned
+query. Chunks that at least two rows hold are answered *by chunk*: a tile has the queries of several
+rows and reads the chunk's pages once for all of them. What one row alone looks at is answered *by
+row*: its own pages and its chunks are one list of blocks, without replaced rows, cut into even
+pieces. Every piece and every row of a tile leaves its answer in a *cell*; those of one row lie side
+by side in both halves, and are merged.
+
+    cells   | pieces of row 0 | of row 1 | ... || chunks of row 0 | of row 1 | ...
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvweave.kernels.types import SharedChunk
+
+Numbers = NDArray[np.int32]
+
+NO_MASK = -1
+WINDOW = 256  # rows of a chunk among which those of a block lie
+FEWEST_BLOCKS = (
+    2  # of a tile that is cut: below, leaving and merging cells costs more than it saves
+)
+
+
+class ChunkTiling(NamedTuple):
+    """What the kernels do at a time."""
+
+    page: int  # tokens of a page
+    row_keys: int  # keys of a block, by row
+    chunk_keys: int  # keys of a block, by chunk: a multiple of 32
+    tile_rows: int  # rows of a tile
+    kv_heads: int  # programs per tile
+    at_once: int  # programs by chunk that run at the same time
+
+
+class Room(NamedTuple):
+    """What tables have room for."""
+
+    pairs: int
+    chunk_pages: int
+    words: int  # of masks
+    blocks: int
+    own_pages: int
+
+    def most_cuts(self, tiling: ChunkTiling) -> int:
+        """Pieces of tiles, at most: a tile has two rows or more, and there are about as many cuts
+        as programs run at the same time."""
+        return self.pairs + -(-tiling.at_once // tiling.kv_heads)
+
+    def most_cells(self, tiling: ChunkTiling) -> int:
+        """Cells of chunks, at most; by row there are as many as pieces."""
+        return self.pairs + tiling.tile_rows * -(-tiling.at_once // tiling.kv_heads)
+
+
+class ChunkArrays:
+    """The chunks of one sequence as arrays, made once."""
+
+    def __init__(self, chunks: Sequence[SharedChunk], size: int) -> None:
+        """`size` is that of a block by row."""
+        self.chunks = chunks  # kept: tables are found again by which object this is
+        self.names = [(tuple(chunk.pages), chunk.num_tokens) for chunk in chunks]
+        self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
+        masks = [_words(chunk) for chunk in chunks]
+        there = [mask for mask in masks if mask is not None]
+        self.words = np.concatenate(there) if there else np.zeros(0, dtype=np.int32)
+        sizes = [0 if mask is None else len(mask) for mask in masks]
+        self.word_at = np.cumsum([0, *sizes])[:-1]  # [chunks] first word of each
+        self.word_at[[mask is None for mask in masks]] = NO_MASK
+        # rows that are not replaced, in even blocks of at most `size`: whose chunk's each block is,
+        # where it begins, how many such rows it has. It ends within WINDOW rows of its first
+        cuts = [_cut(_live(chunk), size) for chunk in chunks]
+        self.block_chunk = np.repeat(np.arange(len(cuts)), [len(first) for first, _ in cuts])
+        self.block_first = np.concatenate([first for first, _ in cuts])
+        self.block_keys = np.concatenate([num for _, num in cuts])
+
+
+def _live(chunk: SharedChunk) -> NDArray[np.int64]:
+    if chunk.replaced is None:
+        return np.arange(chunk.num_tokens)
+    return np.flatnonzero(~chunk.replaced.numpy())
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+def _cut(live: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    count = -(-len(live) // size)
+    at = len(live) * np.arange(count) // max(1, count)
+    num = np.diff(at, append=len(live))
+    if count and (live[at + num - 1] - live[at]).max() >= WINDOW:  # most rows are replaced
+        cuts, i = [], 0
+        while i < len(live):
+            cuts.append(i)
+            i = min(i + size, int(np.searchsorted(live, live[i] + WINDOW)))
+        at = np.array(cuts)
+        num = np.diff(at, append=len(live))
+    return live[at], num
+
+
+def _words(chunk: SharedChunk) -> Numbers | None:
+    """Replaced rows as bits, 32 to a number; None: there are none."""
+    if chunk.replaced is None:
+        return None
+    gone = chunk.replaced.numpy()
+    assert len(gone) == chunk.num_tokens, f"{len(gone)} mask bits for {chunk.num_tokens} rows"
+    if not gone.any():
+        return None
+    packed = np.zeros(-(-len(gone) // 32) * 4, dtype=np.uint8)
+    packed[: -(-len(gone) // 8)] = np.packbits(gone, bitorder="little")
+    return packed.view("<i4").astype(np.int32, copy=False)
+
+
+class Sharing:
+    """Who looks at which chunk, of a batch whose sequences stay the same: made when one comes or
+    goes, so no loop in here is over more than the chunks of a batch. Pair r is row r and its own
+    pages; the pairs of a chunk lie behind each other."""
+
+    def __init__(self, rows: Sequence[ChunkArrays | None], tiling: ChunkTiling) -> None:
+        num = self.num_rows = len(rows)
+        self.tiling = tiling
+        there = [(row, arrays) for row, arrays in enumerate(rows) if arrays is not None]
+        names: dict[tuple[tuple[int, ...], int], int] = {}
+        chunk = np.array(
+            [names.setdefault(name, len(names)) for _, each in there for name in each.names],
+            dtype=np.int64,
+        )
+        order = np.argsort(chunk, kind="stable")
+        chunk = chunk[order]
+        pages = [own for own, _ in names]
+        self.pages = np.array([page for own in pages for page in own], dtype=np.int32)
+        sizes = np.array([len(own) for own in pages], dtype=np.int64)
+        slot = (np.cumsum(sizes) - sizes) * tiling.page  # [distinct chunks]
+        keys = np.array([num_keys for _, num_keys in names], dtype=np.int64)
+        self.words = _joined([each.words for _, each in there], np.int32)
+        # by held chunk, in the order of pairs
+        counts = [len(each.names) for _, each in there]
+        holder = np.repeat([row for row, _ in there], counts).astype(np.int64)[order]
+        start = _joined([each.starts for _, each in there])[order]
+        mask = _joined([each.word_at for _, each in there])
+        words_before = np.cumsum([0, *(len(each.words) for _, each in there)])[:-1]
+        mask = np.where(mask == NO_MASK, NO_MASK, mask + np.repeat(words_before, counts))[order]
+        own = np.stack([np.arange(num), np.zeros(num), np.full(num, NO_MASK)], 1)
+        held = np.stack([holder, start, mask], 1)
+        self.pairs = np.concatenate([own, held]).astype(np.int32)  # row, start, mask
+        holders = np.bincount(chunk, minlength=len(names))
+        nth = np.arange(len(chunk)) - (np.cumsum(holders) - holders)[chunk]
+        # tiles: first slot, keys, pair, rows, masked
+        heads = np.flatnonzero((nth % tiling.tile_rows == 0) & (holders[chunk] > 1))
+        members = np.minimum(tiling.tile_rows, holders[chunk[heads]] - nth[heads])
+        is_masked = np.cumsum(np.concatenate([[0], mask != NO_MASK]))
+        masked = is_masked[heads + members] > is_masked[heads]
+        columns = [slot[chunk[heads]], keys[chunk[heads]], num + heads, members, masked]
+        self._tiles = np.stack(columns, 1).astype(np.int64)
+        # what one row alone holds, by its place in the arrays: its pair, or none
+        pair = np.empty(len(order), dtype=np.int64)
+        pair[order] = np.where(holders[chunk] == 1, num + np.arange(len(order)), -1)
+        slots, bits = np.empty_like(pair), np.empty_like(pair)
+        slots[order], bits[order] = slot[chunk], np.where(mask == NO_MASK, NO_MASK, 32 * mask)
+        self._line_up(there, pair, slots, bits)
+        self._spread()
+
+    def _line_up(
+        self,
+        there: Sequence[tuple[int, ChunkArrays]],
+        pair: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        bits: NDArray[np.int64],
+    ) -> None:
+        """Blocks of chunks that one row alone holds: row, first slot, keys, pair, mask bit."""
+        before = np.cumsum([0, *(len(each.names) for _, each in there)])[:-1]
+        num_blocks = [len(each.block_chunk) for _, each in there]
+        place = _joined([each.block_chunk for _, each in there]) + np.repeat(before, num_blocks)
+        first = _joined([each.block_first for _, each in there])
+        row = np.repeat([row for row, _ in there], num_blocks).astype(np.int64)
+        bit = np.where(bits[place] == NO_MASK, NO_MASK, bits[place] + first)
+        keys = _joined([each.block_keys for _, each in there])
+        columns = [row, slots[place] + first, keys, pair[place], bit]
+        self._alone = np.stack(columns, 1)[pair[place] >= 0]
+        self._alone_of = np.bincount(self._alone[:, 0], minlength=self.num_rows)
+
+    def _spread(self) -> None:
+        """Tiles cut along their keys where there are few of them, and cells for their rows."""
+        tiling = self.tiling
+        first, keys, pair0, members, masked = self._tiles.T
+        blocks = -(-keys // tiling.chunk_keys)
+        fair = math.ceil(blocks.sum() * tiling.kv_heads / tiling.at_once) if len(blocks) else 1
+        most = max(FEWEST_BLOCKS, fair)
+        cuts = np.maximum(1, -(-blocks // most))
+        # cells of a row lie side by side: one for each cut of each of its chunks
+        is_held = np.zeros(len(self.pairs), dtype=np.int64)
+        tile = np.repeat(np.arange(len(cuts)), members)
+        nth = np.arange(len(tile)) - np.repeat(np.cumsum(members) - members, members)
+        is_held[pair0[tile] + nth] = cuts[tile]
+        order = np.argsort(self.pairs[:, 0], kind="stable")
+        taken = np.cumsum(is_held[order]) - is_held[order]
+        self.pair_cells = np.zeros(len(self.pairs), dtype=np.int32)
+        self.pair_cells[order] = taken
+        counts = np.bincount(self.pairs[:, 0], is_held, self.num_rows).astype(np.int32)
+        self.row_cells = np.stack([np.cumsum(counts) - counts, counts], 1).astype(np.int32)
+        self.num_cells = int(counts.sum())
+        # pieces of a tile, all pieces of a chunk's tiles near each other
+        piece = np.repeat(np.arange(len(cuts)), cuts)
+        cut = np.arange(len(piece)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
+        b0 = blocks[piece] * cut // cuts[piece]
+        b1 = blocks[piece] * (cut + 1) // cuts[piece]
+        key0 = b0 * tiling.chunk_keys
+        num = np.minimum(b1 * tiling.chunk_keys, keys[piece]) - key0
+        columns = [
+            *(first[piece] + key0, num, key0 // 32, pair0[piece], members[piece]),
+            *(cut, masked[piece], np.zeros_like(cut)),
+        ]
+        self.tiles = np.stack(columns, 1).astype(np.int32)
+
+    def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
+        """Blocks of a step in which row r sees the first own_keys[r] own keys."""
+        return int((-(-own_keys // self.tiling.row_keys)).sum()) + len(self._alone)
+
+    def by_row(
+        self, own_keys: NDArray[np.int64], own_slots: NDArray[np.int64], num_pieces: int
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Tables [blocks, 4], [num_pieces, 4] and [rows, 2] of a step in which row r sees the first
+        own_keys[r] own keys, whose pages begin at slot own_slots[r] of the pages' table.
+
+        A block: first slot, keys, pair, first mask bit. A piece: first block, end, cell. A row:
+        first piece, pieces; there is at least one, and pieces left over look at nothing.
+        """
+        size, num_rows = self.tiling.row_keys, self.num_rows
+        own = -(-own_keys // size)
+        of_row = own + self._alone_of
+        before = np.cumsum(of_row) - of_row
+        table = np.empty((int(of_row.sum()), 4), dtype=np.int32)
+        row = np.repeat(np.arange(num_rows), own)
+        nth = np.arange(len(row)) - np.repeat(np.cumsum(own) - own, own)
+        blocks = (own_slots[row] + nth * size, np.minimum(own_keys[row] - nth * size, size), row)
+        at = before[row] + nth
+        table[at, 0], table[at, 1], table[at, 2] = blocks
+        table[at, 3] = NO_MASK
+        row = self._alone[:, 0]
+        first = np.cumsum(self._alone_of) - self._alone_of
+        table[(before + own - first)[row] + np.arange(len(row))] = self._alone[:, 1:]
+        assert num_pieces > num_rows, f"{num_rows} rows need more pieces than {num_pieces}"
+        most = max(1, math.ceil(len(table) / (num_pieces - num_rows)))
+        count = np.maximum(1, -(-of_row // most))
+        first = np.cumsum(count) - count
+        row = np.repeat(np.arange(num_rows), count)
+        part = np.arange(len(row)) - first[row]
+        pieces = np.zeros((num_pieces, 4), dtype=np.int32)
+        pieces[:, 2] = np.arange(num_pieces)
+        pieces[: len(row), 0] = before[row] + of_row[row] * part // count[row]
+        pieces[: len(row), 1] = before[row] + of_row[row] * (part + 1) // count[row]
+        return table, pieces, np.stack([first, count], 1).astype(np.int32)
+
+    def fits(self, room: Room) -> bool:
+        """Whether tables with that room hold this, whatever the rows' own keys."""
+        return (
+            len(self.pairs) <= room.pairs
+            and len(self.pages) <= room.chunk_pages
+            and len(self.words) <= room.words
+        )

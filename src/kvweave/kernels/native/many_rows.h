@@ -1,0 +1,158 @@
+/* ---- attention of many rows ---- */
+
+/* Queries lie across the lanes of vectors, keys and dims go along memory: then the softmax of a row
+ * stays in its lane, and nothing is ever added up across lanes. What a lane computes does not
+ * depend on the lanes beside it. */
+
+#define QUERIES 32    /* of one task: lanes */
+#define KEYS 64       /* that are looked at together */
+#define HIDDEN -1e30f /* score of a key that a row does not see */
+
+/* out [rows][QUERIES] (+)= sum over k of a [rows][depth] (strides) times b [depth][QUERIES]; rows
+ * is a constant where this is inlined. */
+INLINE void small_product(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, const int rows,
+    int64_t depth, int add) {
+    for (int lane = 0; lane < QUERIES; lane += VECS * WIDTH) {
+        Vec sums[DEEP][VECS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) {
+                float *at = out + r * QUERIES + lane + v * WIDTH;
+                sums[r][v] = add ? load_vec(at) : (Vec){0};
+            }
+        for (int64_t k = 0; k < depth; k++) {
+            Vec held[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) held[v] = load_vec(b + k * QUERIES + lane + v * WIDTH);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++) sums[r][v] += held[v] * a[r * a_row + k * a_depth];
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++)
+                memcpy(out + r * QUERIES + lane + v * WIDTH, &sums[r][v], sizeof(Vec));
+    }
+}
+
+static void product(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, int64_t rows,
+    int64_t depth, int add) {
+    int64_t r = 0;
+    for (; r + DEEP <= rows; r += DEEP)
+        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, DEEP, depth, add);
+    for (; r < rows; r++)
+        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, 1, depth, add);
+}
+
+typedef struct {
+    const float *q;
+    int64_t q_row, q_head;
+    const int64_t *positions; /* of the rows, ascending: a row sees the keys up to its own */
+    Held held;
+    float *out; /* [rows][kv_heads * group][dim] */
+    int64_t rows, kv_heads, group, dim;
+    float scale;
+} Attention;
+
+/* `value` for keys that lanes do not see. */
+static void hide(float *weights, const int32_t *left, int64_t count, float value) {
+    for (int32_t k = 0; k < count; k++)
+        for (int n = 0; n < QUERIES; n++)
+            weights[k * QUERIES + n] = k < left[n] ? weights[k * QUERIES + n] : value;
+}
+
+#define LANE_VECS (QUERIES / WIDTH)
+
+/* Scores [count][lanes] become weights. `top` and `total` go on; what was summed before counts for
+ * `fade` of what it did, if this returns 1, else for as much. `left`: keys that lanes see, if some
+ * do not see all. */
+static int weigh_scores(
+    float *weights, int64_t count, float *top, float *total, float *fade, const int32_t *left) {
+    Vec most[LANE_VECS], sum[LANE_VECS] = {{0}};
+    float now[QUERIES];
+    int moved = 0;
+    if (left) hide(weights, left, count, HIDDEN);
+    for (int v = 0; v < LANE_VECS; v++) most[v] = load_vec(top + v * WIDTH);
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANE_VECS; v++)
+            most[v] = larger(load_vec(weights + k * QUERIES + v * WIDTH), most[v]);
+    memcpy(now, most, sizeof now);
+    for (int n = 0; n < QUERIES; n++) moved |= now[n] != top[n];
+    for (int n = 0; n < QUERIES; n++) fade[n] = exp_near(top[n] - now[n]);
+    memcpy(top, now, sizeof now);
+    for (int64_t k = 0; k < count; k++)
+        for (int n = 0; n < QUERIES; n++)
+            weights[k * QUERIES + n] = exp_near(weights[k * QUERIES + n] - top[n]);
+    if (left) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
+    for (int64_t k = 0; k < count; k++)
+#pragma GCC unroll 8
+        for (int v = 0; v < LANE_VECS; v++) sum[v] += load_vec(weights + k * QUERIES + v * WIDTH);
+    memcpy(now, sum, sizeof now);
+    for (int n = 0; n < QUERIES; n++) total[n] = total[n] * fade[n] + now[n];
+    return moved;
+}
+
+/* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
+static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
+    float turned[MOST_DIM * QUERIES] __attribute__((aligned(64)));  /* queries [dim][lanes] */
+    float weights[KEYS * QUERIES] __attribute__((aligned(64)));     /* [keys][lanes] */
+    float sums[MOST_DIM * QUERIES] __attribute__((aligned(64)));    /* of values [dim][lanes] */
+    float room[KEYS * MOST_DIM] __attribute__((aligned(64))); /* keys that lie in several pieces */
+    const Held *held = &t->held;
+    const float *head_keys = held->keys + h * held->key_head;
+    const float *head_values = held->values + h * held->value_head;
+    float top[QUERIES], total[QUERIES], fade[QUERIES];
+    int64_t seen[QUERIES], dim = t->dim;
+    int32_t left[QUERIES]; /* keys of a block that a lane sees */
+    int64_t lanes = MIN(QUERIES, t->rows * t->group - first);
+    for (int64_t n = 0; n < QUERIES; n++) {
+        int64_t at = first + MIN(n, lanes - 1); /* lanes that are left over repeat the last one */
+        const float *q = t->q + at / t->group * t->q_row;
+        q += (h * t->group + at % t->group) * t->q_head;
+        for (int64_t i = 0; i < dim; i++) turned[i * QUERIES + n] = q[i] * t->scale;
+        seen[n] = t->positions[at / t->group] + 1;
+        top[n] = HIDDEN;
+        total[n] = 0.0f;
+    }
+    memset(sums, 0, dim * QUERIES * sizeof(float));
+    for (int64_t start = 0; start < seen[QUERIES - 1]; start += KEYS) {
+        int64_t count = MIN(KEYS, seen[QUERIES - 1] - start);
+        int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
+        for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
+        Strip keys = strip_of(held, head_keys, held->key_row, start, count, dim, room);
+        product(keys.at, keys.row, 1, turned, weights, count, dim, 0);
+        int moved = weigh_scores(weights, count, top, total, fade, is_edge ? left : NULL);
+        if (moved)
+            for (int64_t i = 0; i < dim; i++)
+                for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
+        Strip values = strip_of(held, head_values, held->value_row, start, count, dim, room);
+        product(values.at, 1, values.row, weights, sums, dim, count, 1);
+    }
+    for (int n = 0; n < QUERIES; n++) total[n] = 1.0f / total[n];
+    for (int64_t i = 0; i < dim; i++)
+        for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= total[n];
+    for (int64_t n = 0; n < lanes; n++) {
+        int64_t row = (first + n) / t->group, head = h * t->group + (first + n) % t->group;
+        float *out = t->out + (row * t->kv_heads * t->group + head) * dim;
+        for (int64_t i = 0; i < dim; i++) out[i] = sums[i * QUERIES + n];
+    }
+}
+
+/* Every row over the keys up to its position. dim is at most MOST_DIM (kvw_most_dim). */
+void kvw_attend_rows(const Attention *t, int threads) {
+    int64_t tiles = whole(t->rows * t->group, QUERIES) / QUERIES;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+    for (int64_t turn = 0; turn < tiles * t->kv_heads; turn++) {
+        /* the last rows see most: they go first, so that no thread is left with one at the end */
+        int64_t tile = tiles - 1 - turn / t->kv_heads;
+        attend_lanes(t, turn % t->kv_heads, tile * QUERIES);
+    }
+}
+
+int64_t kvw_most_dim(void) { return MOST_DIM; }
