@@ -310,6 +310,7 @@ class Lane(ABC):
         if not self.server.is_alive:
             self.server.start()
         row.recovered_s = self._recovery(document, K, cleared_s, row)
+        self.learn_layers()  # hooks of a new process know nothing
         self.check_documents()
 
     usual_start_s: float = 15.0
@@ -389,6 +390,7 @@ class Lane(ABC):
             self.clear()
         if not self.server.is_alive:
             self.server.start()
+            self.learn_layers()
 
 
 class ProxyLane(Lane):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.background import ActiveAnswers, BackgroundPace, GaveUp
+from kvweave.app.library import corpus_kv, kv_maker
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library import Library
@@ -21,8 +22,12 @@ from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import TierError
 from kvweave.kv.config import DiskTierConfig, HostTierConfig
+from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.residency import Residency
+from kvweave.kv.tiers.disk import DiskTier
+from kvweave.kv.tiers.host import HostTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -369,6 +374,59 @@ def test_a_chunk_that_the_device_fails_on_is_counted_and_the_rest_is_made(
     progress = progress_of(weave)
     assert (progress.state, progress.chunks_done) == ("failed", progress.chunks_total - 1)
     assert "out of memory" in progress.why
+
+
+def test_what_no_tier_took_is_made_again_when_one_is_well(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_kv, "RETRY_S", 0.2)
+    library = weave.library
+    is_broken = True
+    write = DiskTier.write
+
+    def writing(self: DiskTier, *args: object) -> bool:
+        if is_broken:
+            raise TierError("disk cannot write: Permission denied (on purpose)")
+        return write(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DiskTier, "write", writing)
+    monkeypatch.setattr(HostTier, "reserve", lambda *_: None)
+    library.start()
+    assert comes_true(lambda: progress_of(weave).state == "failed")
+    assert progress_of(weave).chunks_done == 0
+    is_broken = False
+    assert comes_true(lambda: progress_of(weave).state == "ready")
+    assert progress_of(weave).chunks_done == len(TEXTS)
+
+
+def test_a_tier_that_cannot_be_looked_through_at_the_start_is_used_when_it_can(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_maker, "PREPARE_S", 0.2)
+    monkeypatch.setattr(kv_maker, "LOOK_S", 0.2)
+    library = weave.library
+    library.remove(library.kb.documents()[0].id)  # else there is nothing to look for
+    is_broken = True
+    tagged = DiskTier.tagged
+
+    def listing(self: DiskTier, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        if is_broken:
+            raise TierError("disk cannot list: Permission denied (on purpose)")
+        return tagged(self, tags)
+
+    monkeypatch.setattr(DiskTier, "tagged", listing)
+    library.start()
+    assert comes_true(lambda: progress_of(weave).state == "failed")
+    assert "on purpose" in progress_of(weave).why
+    is_broken = False
+    assert comes_true(lambda: progress_of(weave).state == "ready")
+
+
+def comes_true(what: Callable[[], bool], within_s: float = 120.0) -> bool:
+    until_s = time.monotonic() + within_s
+    while not what() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return what()
 
 
 def test_a_model_without_room_for_a_chunk_behind_its_filler_says_so(

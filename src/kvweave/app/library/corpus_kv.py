@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 BATCH = 256  # chunks looked at together
 RATE_OF = 32  # chunks that the time left is estimated from
+RETRY_S = 15.0  # until one of those that no tier took is tried again; twice as long each time
+LONGEST_RETRY_S = 600.0
 
 
 class CorpusKV:
@@ -44,6 +46,9 @@ class CorpusKV:
         self._sizes: dict[ChunkId, int] = {}  # of those with KV
         self._missing: dict[ChunkId, int] = {}  # tokens of those without, oldest first
         self._left: set[ChunkId] = set()  # of those without, what could not be made
+        self._unkept: set[ChunkId] = set()  # of those left, what was made and no tier took
+        self._retry_s = 0.0  # when those are tried again
+        self._num_retries = 0  # since something was kept
         self._why = ""
         self._is_full = False
         self._pieces: deque[tuple[float, int]] = deque(maxlen=RATE_OF)  # when made, its tokens
@@ -87,8 +92,9 @@ class CorpusKV:
     # ---- the maker's thread
 
     def prepare(self) -> bool:
-        """Whether KV can be made here at all, and would be used; `progress` says why not. Deletes
-        what a maker that was killed may have left of chunks that went meanwhile."""
+        """Whether KV can be made here at all, and would be used; `progress` says why not. That it
+        is unused is for good, all else may be asked again. Deletes what a maker that was killed may
+        have left of chunks that went meanwhile."""
         try:
             self._sweep()
             why = None if self._bound is None else self._kv.why_unused(self._bound)
@@ -99,11 +105,18 @@ class CorpusKV:
                 return False
             self._kv.prepare_to_encode()
         except (KVWeaveError, sqlite3.Error, OSError) as error:
-            log.warning("%s: no chunk KV is made in the background: %s", self._kb.folder, error)
+            if str(error) != self._why:
+                log.warning("%s: no chunk KV is made in the background: %s", self._kb.folder, error)
             with self._lock:
                 self._why = str(error)
             return False
+        with self._lock:
+            self._why = ""
         return True
+
+    @property
+    def is_unused(self) -> bool:
+        return self._is_unused
 
     def _sweep(self) -> None:
         """A maker looks whether a chunk is still there after its KV is written, and deletes the KV
@@ -124,6 +137,7 @@ class CorpusKV:
         catalogue = self._kb.catalogue
         generation = catalogue.generation()
         if generation == self._generation:
+            self._try_again()
             return
         if self._is_behind_neighbours:  # what saw a chunk that went has lost its KV
             with self._lock:
@@ -136,10 +150,24 @@ class CorpusKV:
             for known in (self._sizes, self._missing):
                 for chunk_id in known.keys() - alive:
                     del known[chunk_id]
-            self._left = set()  # another try
+            self._left, self._unkept = set(), set()  # another try
             self._is_full = False
             self._why = ""
             self._generation = generation
+
+    def _try_again(self) -> None:
+        """A tier that took nothing may be well again, and nobody tells: one chunk finds out. The
+        others wait for it, so that a broken disk does not have all of them computed in vain."""
+        with self._lock:
+            if self._unkept and time.monotonic() >= self._retry_s:
+                self._left.discard(self._unkept.pop())
+                self._num_retries += 1
+                self._put_off()
+
+    def _put_off(self) -> None:
+        """Lock is held."""
+        wait_s = min(RETRY_S * 2**self._num_retries, LONGEST_RETRY_S)
+        self._retry_s = time.monotonic() + wait_s
 
     def _take_in(self, chunks: Sequence[Chunk]) -> None:
         encoder = self._kv.encoder
@@ -215,7 +243,13 @@ class CorpusKV:
             if peek.residency is Residency.ABSENT:
                 self._missing[chunk.id] = tokens
                 self._leave(chunk.id, "it could not be kept")
+                self._unkept.add(chunk.id)
+                self._put_off()
             else:
+                self._left -= self._unkept
+                self._unkept, self._num_retries = set(), 0
+                if not self._left:
+                    self._why = ""
                 self._sizes[chunk.id] = peek.size_bytes or encoder.plain_bytes(tokens)
 
     def failed(self, chunk: Chunk, error: Exception) -> None:

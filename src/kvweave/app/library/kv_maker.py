@@ -15,6 +15,7 @@ it finds the KV where it lies. No lock of the knowledge base is held meanwhile.
 import logging
 import sqlite3
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from kvweave.types import Chunk, ChunkId
 log = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0  # more than a slice and a flush take
+PREPARE_S = 30.0  # until it is tried again to begin, where a tier was broken at the start
 LOOK_S = 2.0  # how often it looks whether another process has brought documents
 MAX_WAITING = 64  # chunks that requests want stored; more are left for the next time they are seen
 IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
@@ -147,10 +149,13 @@ class KVMaker:
         return is_done and (self._corpus is None or self._corpus.nothing_left())
 
     def _work(self) -> None:
-        corpus = self._corpus
-        if corpus is not None and not corpus.prepare():
-            corpus = None
+        corpus: CorpusKV | None = None  # as soon as it is prepared
+        prepare_s = 0.0  # when that is tried
         while not self._closing.is_set():
+            if corpus is None and self._may_prepare() and time.monotonic() >= prepare_s:
+                assert self._corpus is not None, "there is one to prepare"
+                corpus = self._corpus if self._corpus.prepare() else None
+                prepare_s = time.monotonic() + PREPARE_S
             try:
                 did_something = self._make_wanted() or self._make_next(corpus)
             except (GaveUp, EngineClosed):
@@ -162,7 +167,12 @@ class KVMaker:
                 with self._changed:
                     self._changed.notify_all()
                     if not self._wanted and not self._closing.is_set():
-                        self._changed.wait(None if corpus is None else LOOK_S)
+                        is_over = corpus is None and not self._may_prepare()
+                        self._changed.wait(None if is_over else LOOK_S)
+
+    def _may_prepare(self) -> bool:
+        """Whether there is KV to be made for a knowledge base, now or once a tier is well again."""
+        return self._corpus is not None and not self._corpus.is_unused
 
     def _make_wanted(self) -> bool:
         with self._changed:
