@@ -39,6 +39,7 @@ from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.shared_chunks import ScratchMemory
 from kvweave.fuse.strategy import Strategy
+from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 
@@ -231,12 +232,15 @@ def prepare_in_place(
 
 def lies_ready(sequence: EngineSequence) -> bool:
     """Whether a request over shared chunks has nothing to stitch: all of them are filled, none of
-    their rows is recomputed, and what stands in front is in its pages."""
+    their rows is recomputed, and what stands in front is in its pages. With many rows besides, as
+    of chunks that are not stored, the pass over scratch is faster."""
     part = fused_part(sequence)
     if sequence.shared is None or (part.strategy.selector is not None and part.ratio):
         return False
     is_filled = len(sequence.shared.filled) == len(sequence.shared.chunks)
-    return is_filled and sequence.present >= len(part.preamble.token_ids)
+    if not is_filled or sequence.present < len(part.preamble.token_ids):
+        return False
+    return sequence.own_kv.capacity - sequence.present <= KERNEL_ROWS
 
 
 def prepare(
