@@ -161,14 +161,14 @@ def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
     """One copy of every chunk: microseconds of a layer, and how far off the definition it is."""
     from kvweave.kernels.gpu.segments import (
         SegmentTables,
-        Shape,
+        SegmentShape,
         attend_tables,
         begin_step,
         room_for_rows,
     )
 
     layers = Layers(heads, page, prompts.num_pages)
-    shape = Shape(heads.num, heads.kv, heads.dim, page, layers.dtype)
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype)
     room = room_for_rows(SEQUENCES, 4 * CONTEXT, 64 * SEQUENCES, prompts.num_pages, shape)
     tables = SegmentTables(SEQUENCES, room, shape, layers.device)
     assert tables.hold(prompts.chunks), "tables have room for these"
