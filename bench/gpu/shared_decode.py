@@ -160,8 +160,8 @@ def copied_us(heads: Heads, page: int) -> float:
 def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
     """One copy of every chunk: microseconds of a layer, and how far off the definition it is."""
     from kvweave.kernels.gpu.segments import (
-        SegmentTables,
         SegmentShape,
+        SegmentTables,
         attend_tables,
         begin_step,
         room_for_rows,
