@@ -160,15 +160,15 @@ def copied_us(heads: Heads, page: int) -> float:
 def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
     """One copy of every chunk: microseconds of a layer, and how far off the definition it is."""
     from kvweave.kernels.gpu.segments import (
+        SegmentShape,
         SegmentTables,
-        Shape,
         attend_tables,
         begin_step,
         room_for_rows,
     )
 
     layers = Layers(heads, page, prompts.num_pages)
-    shape = Shape(heads.num, heads.kv, heads.dim, page, layers.dtype)
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype)
     room = room_for_rows(SEQUENCES, 4 * CONTEXT, 64 * SEQUENCES, prompts.num_pages, shape)
     tables = SegmentTables(SEQUENCES, room, shape, layers.device)
     assert tables.hold(prompts.chunks), "tables have room for these"

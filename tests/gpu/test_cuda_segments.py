@@ -115,7 +115,7 @@ class Steps:
 
     def __init__(self, world: SegmentWorld, num_rows: int) -> None:
         heads = world.heads
-        shape = on_gpu.Shape(heads.num, heads.kv, heads.dim, world.page, torch.float32)
+        shape = on_gpu.SegmentShape(heads.num, heads.kv, heads.dim, world.page, torch.float32)
         self.world = world
         self.tables = on_gpu.SegmentTables(
             num_rows, Room(400, 900, 900, 900, 900), shape, DEVICE, 2

@@ -508,4 +508,4 @@ def test_chunks_on_the_device_cost_no_loading_for_who_reads_them_there() -> None
     assert price(plan) < price(slow)
     apart = make_planner(stored=there).plan(ask("a300", "b300"))
     assert apart.strategy is None
-    assert why(apart, "fused epic") is Reason.TOO_FEW_HITS
+    assert why(apart, "fused epic") is Reason.NEEDS_MISSING

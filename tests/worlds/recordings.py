@@ -124,7 +124,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.decode", stand_in)
     shared = ModuleType("kvweave.kernels.gpu.segments")
     shared.SegmentTables = PlainSegmentTables  # type: ignore[attr-defined]
-    shared.Shape = lambda *_: None  # type: ignore[attr-defined]
+    shared.SegmentShape = lambda *_: None  # type: ignore[attr-defined]
     shared.room_for_rows = lambda rows, tokens, chunks, *_: chunks  # type: ignore[attr-defined]
     shared.begin_step = lambda tables, turn: turn  # type: ignore[attr-defined]
     shared.attend_tables = attend_segments_plainly  # type: ignore[attr-defined]

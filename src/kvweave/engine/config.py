@@ -39,8 +39,9 @@ class EngineConfig:
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
-    share_chunks: bool | None = None  # fused requests read chunk KV from pages that all of them
-    # share, instead of a copy each; None: beside a GPU
+    share_chunks: bool = False  # fused requests read chunk KV from pages that all of them share,
+    # instead of a copy each. Off: tokens behind the first see rows that drift has not moved, and
+    # what that costs an answer was not measured yet
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
     # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
@@ -71,6 +72,4 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE
-    open_values = {name: n for name, n in values.items() if getattr(cfg, name) is None}
-    shares = device_type != "cpu" if cfg.share_chunks is None else cfg.share_chunks
-    return replace(cfg, share_chunks=shares, **open_values)
+    return replace(cfg, **{name: n for name, n in values.items() if getattr(cfg, name) is None})

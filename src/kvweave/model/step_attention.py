@@ -120,11 +120,11 @@ class SharedAttention:
     def __init__(
         self, decoder: Decoder, pool: KVPool, num_rows: int, page_arrays: PageArrays
     ) -> None:
-        from kvweave.kernels.gpu.segments import SegmentTables, Shape, room_for_rows
+        from kvweave.kernels.gpu.segments import SegmentShape, SegmentTables, room_for_rows
 
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
-        shape = Shape(
+        shape = SegmentShape(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype
         )
         room = room_for_rows(

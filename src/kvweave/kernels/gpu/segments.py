@@ -43,7 +43,7 @@ TURN_HEADS = 32  # that one program turns
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
-class Shape(NamedTuple):
+class SegmentShape(NamedTuple):
     """Heads and pages that tables are for."""
 
     num_heads: int
@@ -291,7 +291,7 @@ class SegmentTables:
         self,
         num_rows: int,
         room: Room,
-        shape: Shape,
+        shape: SegmentShape,
         device: torch.device,
         num_columns: int = 0,
     ) -> None:
@@ -412,7 +412,7 @@ def _aligned(num: int) -> int:
 
 
 def room_for_rows(
-    num_rows: int, most_tokens: int, num_chunks: int, num_pages: int, shape: Shape
+    num_rows: int, most_tokens: int, num_chunks: int, num_pages: int, shape: SegmentShape
 ) -> Room:
     """Room for sequences of up to `most_tokens` that hold `num_chunks` together, over a pool of
     `num_pages`."""
@@ -426,14 +426,14 @@ def room_for_rows(
     )
 
 
-class Step(NamedTuple):
+class SegmentStep(NamedTuple):
     """What all layers of a step share."""
 
     back: Angles  # [pairs, 1, r/2] float32: how the query of each pair is turned
     slots: Tensor  # [blocks, keys] int32: where keys lie
 
 
-def begin_step(tables: SegmentTables, turn: Turn) -> Step:
+def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
     """Launched once per step, after `update`, in front of the first layer."""
     on, device = tables.on_device, tables.rows.device
     cos, sin = turn(-on["pairs"][:, 1])
@@ -443,13 +443,13 @@ def begin_step(tables: SegmentTables, turn: Turn) -> Step:
         slots, on["step"], on["blocks"], on["pages"], on["words"],
         BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page,
     )  # fmt: skip
-    return Step(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
+    return SegmentStep(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
 
 
 def attend_tables(
     q: Tensor,
     tables: SegmentTables,
-    step: Step,
+    step: SegmentStep,
     key_pages: Tensor,
     value_pages: Tensor,
     at: Angles | None = None,
@@ -516,7 +516,7 @@ class _TablesCache(threading.local):
     def __init__(self) -> None:
         self.key: tuple[object, ...] = ()
         self.kept: tuple[Sequence[SegmentedRows], Tensor] | None = None  # keeps the key's objects
-        self.made: tuple[SegmentTables, Step] | None = None
+        self.made: tuple[SegmentTables, SegmentStep] | None = None
 
 
 _cache = _TablesCache()
@@ -540,7 +540,7 @@ def attend_segments(
         )
     q = q if q.stride(-1) == 1 else q.contiguous()
     page = key_pages.shape[1]
-    shape = Shape(q.shape[1], key_pages.shape[2], q.shape[2], page, q.dtype)
+    shape = SegmentShape(q.shape[1], key_pages.shape[2], q.shape[2], page, q.dtype)
     key = (id(rows), id(ranks), shape, stream_of(q.device))
     if _cache.made is None or _cache.key != key:
         tables = _tables_for(positions, ranks, rows, shape, q.device)
@@ -554,7 +554,7 @@ def _tables_for(
     positions: Tensor,
     ranks: Tensor,
     rows: Sequence[SegmentedRows],
-    shape: Shape,
+    shape: SegmentShape,
     device: torch.device,
 ) -> SegmentTables:
     """Tables in which every row stands by itself, those of one sequence share its chunks."""
