@@ -465,11 +465,13 @@ class DiskLane(Lane):
 
     def _objects(self) -> list[Path]:
         """Newest last."""
-        return sorted(self._root.rglob("*.kv"), key=lambda path: path.stat().st_mtime_ns)
+        found = (self._root / "objects").rglob("*.kv")  # not what lies in quarantine
+        return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
     def learn_layers(self) -> None:
-        path = self._objects()[0]
-        self._layers = layers_of(path.name, path.read_bytes())
+        if not self._layers.layer_bytes:
+            path = self._objects()[0]
+            self._layers = layers_of(path.name, path.read_bytes())
         self.server.order("layers", layers=self._layers)
 
     def inject(self, rule: FaultRule, document: Document) -> None:
