@@ -35,7 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "kv/tiers": {"kv", "kv/format"},
     "kv/tree": {"kv"},
     "fuse": {
-        *("kernels", "kernels/native", "kv", "kv/format"),
+        *("kernels", "kv", "kv/format"),
         *("fuse/encode", "fuse/transfer", "fuse/selectors"),
     },
     "fuse/encode": {"text", "kernels", "kv", "kv/format", "fuse"},

@@ -98,8 +98,16 @@ class StoredChunks:
     """
 
     def __init__(
-        self, decoder: FusionDecoder, placed: Sequence[ChunkSpan], layers: LayerTransfer
+        self,
+        decoder: FusionDecoder,
+        placed: Sequence[ChunkSpan],
+        layers: LayerTransfer,
+        *,
+        lays: bool = True,
     ) -> None:
+        """`lays`: chunks go to their places in the prompt; else whoever asks puts them elsewhere,
+        and there is no placer."""
+        self._lays = lays
         self._decoder = decoder
         self._placed = placed
         self._layers = layers
@@ -108,7 +116,7 @@ class StoredChunks:
     @property
     def placer(self) -> "StoredChunks | None":
         decoder = self._decoder
-        is_plain = decoder.device.type == "cpu" and decoder.dtype == torch.float32
+        is_plain = self._lays and decoder.device.type == "cpu" and decoder.dtype == torch.float32
         return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:

@@ -247,8 +247,9 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         results = []
         calls = [_template_call(call) for call in message.get("tool_calls") or ()]
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
-        content = "" if rest.get("content") is None else rest["content"]
-        made.append({**rest, "content": content, **({"tool_calls": calls} if calls else {})})
+        if calls:  # who calls need not say anything
+            rest = {**rest, "content": rest.get("content") or "", "tool_calls": calls}
+        made.append(rest)
         order = [str(call.get("id")) for call in calls]
     return made + _in_order(results, order)
 

@@ -168,7 +168,7 @@ def test_a_history_has_the_ids_that_its_turns_had_and_the_preamble_stays(folder:
     ("messages", "words"),
     [
         ([{"role": "assistant", "content": "hi"}], "begins with a user's message"),
-        ([{"role": "system", "content": "x"}], "user and assistant messages"),
+        ([{"role": "system", "content": "x"}], "user, assistant and tool messages"),
         ([{"role": "user", "content": None}], "whose content is text"),
     ],
 )

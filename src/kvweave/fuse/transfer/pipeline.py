@@ -44,7 +44,7 @@ def open_source(
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
     A placer lays them to `slots` if there are any: see Placement."""
     if decoder.device.type != "cuda" or not placed:
-        yield StoredChunks(decoder, placed, layers)
+        yield StoredChunks(decoder, placed, layers, lays=slots is None)
         return
     needs = strategy.needs(decoder.spec.num_layers)
     ring = RINGS.take(decoder.device)
