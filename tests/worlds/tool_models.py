@@ -100,5 +100,5 @@ class TellingDecoder(Decoder):
         logits = super().forward(batch)
         if len(logits) and self._left:
             logits = torch.zeros_like(logits)
-            logits[:, self._left.pop(0)] = 10.0
+            logits[:, self._left.pop(0)] = 100.0  # also where tokens are drawn
         return logits
