@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from typing import Any
+
 from kvweave.errors import ConfigError
 
 # What is left open: on a CPU, and on everything else. `for_device` says why.
@@ -72,4 +74,5 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE
-    return replace(cfg, **{name: n for name, n in values.items() if getattr(cfg, name) is None})
+    left: dict[str, Any] = {k: n for k, n in values.items() if getattr(cfg, k) is None}
+    return replace(cfg, **left)
