@@ -19,6 +19,6 @@ def test_answers_that_were_not_fused_let_it_fade() -> None:
     for _ in range(20):
         calls.push(is_close=True)
     seen = calls.share(0.06)
-    for _ in range(200):
+    for _ in range(300):
         calls.push(None)
     assert calls.share(0.06) < 0.1 < seen

@@ -1,7 +1,6 @@
 """The engine's settings. Plain values: importing this imports no torch."""
 
 from dataclasses import dataclass, replace
-
 from typing import Any
 
 from kvweave.errors import ConfigError
