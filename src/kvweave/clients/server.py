@@ -201,12 +201,14 @@ class ServerClient:
                 raise ServerFailed(
                     f"{self.url} does not answer: {reason}; is it running?"
                 ) from error
-            if reply.status not in (200, 202):
-                raise _failed(_object(reply.read(), self.url), reply.status, self.url)
-            try:
-                yield reply
-            except (OSError, http.client.HTTPException) as error:
-                raise ServerFailed(f"{self.url} broke off: {error}; ask again") from error
+            # one that is not read to its end keeps the socket, whatever becomes of the connection
+            with reply:
+                if reply.status not in (200, 202):
+                    raise _failed(_object(reply.read(), self.url), reply.status, self.url)
+                try:
+                    yield reply
+                except (OSError, http.client.HTTPException) as error:
+                    raise ServerFailed(f"{self.url} broke off: {error}; ask again") from error
         finally:
             connection.close()
 
