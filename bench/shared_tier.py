@@ -6,15 +6,17 @@ which computes their chunk KV. Then B starts and gets the same documents; all it
 through HTTP with default settings.
 
     first_ms        from B's first fused question to its first token: search, plan, load from
-                    Valkey, fuse. Where the default is not to fuse it (`declined` says why), the
-                    same question is asked with reuse "weave"
-    later_ms        the median of the other questions, by then partly from B's host memory
+                    Valkey, fuse. Questions that are not fused by default (`before` says why) or
+                    are close calls and end up exact come before it
+    later_ms        the median of the questions behind it, by then partly from B's host memory
     full_ms         the median of the same questions with reuse "full", in turns with the above
-    encoded_chunks  chunk KV that B has computed in all: must be 0
-    tiers           where the chunks of B's first answer came from
+    encoded_chunks  chunk KV that B has computed up to its first fused answer: must be 0
+    encoded_later   and from then on: a chunk that stands in front for the first time has a second
+                    form, behind nothing, which A has not stored if it never stood in front there
+    tiers           where the chunks of B's first fused answer came from
 
-Exits 1 if B encoded something or its first answer was not fused from the shared tier. The valkey
-process is found as the tests find it.
+Exits 1 if B encoded something for it or it did not come from the shared tier. The valkey process is
+found as the tests find it.
 
     python bench/shared_tier.py --out bench/results/shared_tier-cpu.json
 """
@@ -117,25 +119,29 @@ def measure(args: argparse.Namespace, pages: list[Path], folder: Path) -> dict[s
             encoded_a = counter(first, "kv_chunks_encoded_total")
         second = stack.enter_context(serving(folder / "b", args.model, url))
         ingest_b_s = upload(second, pages)
-        first_ms, explain = ask(second, QUESTIONS[0])
-        declined = None
-        if not explain["tokens"]["reused"]:
-            options = (explain["decision"] or {}).get("options", [])
-            declined = {option["name"]: option["reason"] for option in options}
-            first_ms, explain = ask(second, QUESTIONS[0], reuse="weave")
-        fused_ms, full_ms = [], []
-        for question in QUESTIONS[1 : args.questions]:
+        before, fused_ms, full_ms = [], [], []
+        questions = iter(QUESTIONS[: args.questions])
+        for question in questions:
+            first_ms, explain = ask(second, question)
+            if explain["tokens"]["reused"]:
+                break
+            before.append(explain["why"])
+        else:
+            raise SystemExit(f"none of the questions was fused: {before}")
+        encoded = int(counter(second, "kv_chunks_encoded_total"))
+        for question in questions:
             fused_ms.append(ask(second, question)[0])
             full_ms.append(ask(second, question, reuse="full")[0])
         tiers = sorted({chunk["tier"] for chunk in explain["chunks"] if chunk["tier"]})
         return {
             "documents": len(pages),
             "encoded_by_a": int(encoded_a),
-            "encoded_chunks": int(counter(second, "kv_chunks_encoded_total")),
+            "encoded_chunks": encoded,
+            "encoded_later": int(counter(second, "kv_chunks_encoded_total")) - encoded,
             "ingest_a_s": round(ingest_a_s, 2),
             "ingest_b_s": round(ingest_b_s, 2),
             "strategy": explain["strategy"],
-            "declined": declined,
+            "before": before,
             "tokens": explain["tokens"],
             "tiers": tiers,
             "loaded_bytes": explain["loaded_bytes"],
@@ -153,7 +159,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--documents", type=Path, default=REPO / "docs", help="folder of .md files")
     parser.add_argument("--pages", type=int, default=6, help="how many of them")
-    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="2 or more")
+    parser.add_argument("--questions", type=int, default=len(QUESTIONS), help="how many of ours")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     pages = sorted(args.documents.glob("*.md"), key=lambda page: page.name)[: args.pages]

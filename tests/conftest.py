@@ -13,6 +13,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small products on two threads mostly wait for each other, worse when anything else runs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Homes of tests are new; what is compiled for this CPU is the same in all of them.
+if "KVWEAVE_NATIVE" not in os.environ:
+    from kvweave.paths import home
+
+    os.environ["KVWEAVE_NATIVE"] = str(home() / "native")
 # A server that is given no folder of knowledge bases has one of its own: not the user's here.
 _DATA = TemporaryDirectory(prefix="kvweave-tests-")
 os.environ["XDG_DATA_HOME"] = _DATA.name

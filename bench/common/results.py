@@ -5,7 +5,9 @@ A file under bench/results/ holds one question on one kind of device, with all r
     {"question": "How …?", "runs": [{"date": …, "args": […], "bench": …, "commit": …, …}, …]}
 
 A bench of several parts has fields of its own between the two, which sum them up. `date` is when
-the run began. A person may add a `note`: what a run was for.
+the run began. `stolen` is the share of the processor time wanted meanwhile that a virtual machine's
+host gave to others: times of a run with much of it are rough, its slowest ones worthless. A person
+may add a `note`: what a run was for.
 """
 
 import json
@@ -24,11 +26,31 @@ from common.files import REPO
 STARTED = datetime.now(UTC).isoformat(timespec="seconds")  # names the run of this process
 
 
+def _processor_ticks() -> tuple[int, int]:
+    """Stolen so far, and wanted: used or stolen. Both 0 where the system does not tell."""
+    try:
+        line = Path("/proc/stat").read_text().splitlines()[0]
+    except OSError:
+        return 0, 0
+    user, nice, system, _, _, irq, softirq, stolen = map(int, line.split()[1:9])
+    return stolen, user + nice + system + irq + softirq + stolen
+
+
+_AT_START = _processor_ticks()
+
+
+def stolen_share() -> float:
+    """Since this process began."""
+    stolen, wanted = (now - then for now, then in zip(_processor_ticks(), _AT_START, strict=True))
+    return round(stolen / max(1, wanted), 3)
+
+
 def finish(question: str, result: Mapping[str, Any], out: Path | None = None) -> None:
     """Print the last line of a bench; with `out`, save the run there too.
 
     `question` is the bench's docstring: its first line asks it.
     """
+    result = {**result, "stolen": stolen_share()}
     if out is not None:
         save_run(question, result, out)
     print(json.dumps(result))

@@ -28,7 +28,9 @@ def test_a_run_is_added_behind_earlier_ones_and_saved_again_by_the_process_that_
     assert [run["date"] for run in found["runs"]] == ["then", "now"]
     assert found["runs"][0]["ms"] == 3
     assert found["runs"][1]["cells"] == [{"ms": 1}, {"ms": 2}]
-    assert json.loads(capsys.readouterr().out) == {"bench": "x", "ms": 3}
+    told = json.loads(capsys.readouterr().out)
+    assert 0 <= told.pop("stolen") <= 1
+    assert told == {"bench": "x", "ms": 3}
 
 
 @pytest.mark.parametrize(

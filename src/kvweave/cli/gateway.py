@@ -80,7 +80,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.observe.tracing import configure_tracing
-    from kvweave.serve.server import Prepare, Server, ServerLifecycle
+    from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
 
     config, server_config = effective.config, effective.config.server
     keys, upstreams = read_keys(server_config.api_key_file), GatewayConfig.of(config.gateway)
@@ -107,7 +107,10 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             door=Door(keys, serve.make_origins(server_config)),
             usual=serve.make_defaults(config),
             lifecycle=ServerLifecycle(
-                prepare=[Prepare("opening the embedder and knowledge bases", libraries.open_ahead)],
+                prepare=[
+                    Prepare("opening the embedder and knowledge bases", libraries.open_ahead),
+                    Prepare("settling", settle),
+                ],
                 on_ready=lambda: serve.greet(
                     gateway.model_name, gateway.words, url, places.root, with_key=bool(keys)
                 ),

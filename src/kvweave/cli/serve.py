@@ -182,7 +182,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.door import Door
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.observe.tracing import configure_tracing
-    from kvweave.serve.server import Prepare, Server, ServerLifecycle
+    from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
     from kvweave.serve.ui.config import PageConfig
 
     config, server_config = effective.config, effective.config.server
@@ -200,6 +200,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         if server_config.kb_root is not None or libraries.has_some():
             # else nothing is fused at first: idle time measures once something is
             steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
+        steps.append(Prepare("settling", settle))
         url = url_of(server_config.host, listener.getsockname()[1])
         configure_logs(server_config.log_format, server_config.log_level)
         configure_tracing()

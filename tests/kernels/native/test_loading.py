@@ -29,8 +29,18 @@ needs_compiler = pytest.mark.skipif(
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As a process that has loaded nothing yet, with a home of its own."""
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    monkeypatch.delenv(loading.VARIABLE)
     monkeypatch.setattr(loading, "_loaded", None)
     return tmp_path
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled in a hurry: what matters here is the file."""
+    plain = building._flags
+    monkeypatch.setattr(
+        building, "_flags", lambda openmp: tuple(f for f in plain(openmp) if f != "-O3")
+    )
 
 
 def make_compiler(folder: Path, script: str) -> None:
@@ -42,6 +52,7 @@ def make_compiler(folder: Path, script: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
 def test_it_is_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_library(fresh / "native")
     (made,) = (fresh / "native").iterdir()
@@ -52,6 +63,7 @@ def test_it_is_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.Mo
 
 @needs_compiler
 @pytest.mark.parametrize("keep", [0, 100, -1])
+@pytest.mark.usefixtures("hasty")
 def test_a_file_that_was_cut_short_or_changed_is_compiled_anew(tmp_path: Path, keep: int) -> None:
     path = build(tmp_path, torch_openmp())
     whole = path.read_bytes()
@@ -62,6 +74,7 @@ def test_a_file_that_was_cut_short_or_changed_is_compiled_anew(tmp_path: Path, k
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
 def test_a_file_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
     path = build(tmp_path, torch_openmp())
     path.chmod(0o777)
@@ -95,6 +108,7 @@ def test_a_folder_that_cannot_be_written_costs_a_compilation_and_nothing_else(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
 def test_a_home_that_is_a_file_costs_a_compilation_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "native").write_text("in the way")
     assert open_library(tmp_path / "native").kind
@@ -131,6 +145,7 @@ def test_a_compiler_that_fails_is_one_line_too(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
 def test_what_multiplies_wrongly_is_not_taken(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -149,6 +164,7 @@ def test_what_multiplies_wrongly_is_not_taken(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
 def test_without_torchs_openmp_one_thread_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +201,15 @@ def test_it_can_be_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(loading.VARIABLE, "off")
     with pytest.raises(ConfigError, match="neither 0 nor 1"):
         native_kernels()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hasty")
+def test_they_are_kept_where_the_user_says(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(loading.VARIABLE, str(fresh / "elsewhere"))
+    assert native_kernels().library is not None
+    assert [path.suffix for path in (fresh / "elsewhere").iterdir()] == [".so"]
+    assert not (fresh / "native").exists()
 
 
 @needs_compiler

@@ -15,7 +15,8 @@ from kvweave.kernels.native.product import check
 
 log = logging.getLogger(__name__)
 
-VARIABLE = "KVWEAVE_NATIVE"  # 0: torch's operators alone; 1, as if it were not set: where they can
+# 0: torch's operators alone; 1, or not set: where they can be had; a folder: they are kept there
+VARIABLE = "KVWEAVE_NATIVE"
 
 
 class NativeKernels(NamedTuple):
@@ -33,14 +34,14 @@ _loaded: NativeKernels | None = None
 def native_kernels() -> NativeKernels:
     """Compiled, loaded and checked once per process. Any thread. What is missing is logged once.
 
-    Raises ConfigError where KVWEAVE_NATIVE is neither 0 nor 1.
+    Raises ConfigError where KVWEAVE_NATIVE is neither 0 nor 1 nor the whole path of a folder.
     """
     global _loaded
     if not _are_wished():
         return _TURNED_OFF
     with _lock:
         if _loaded is None:
-            _loaded = _load(paths.home() / "native")
+            _loaded = _load(_folder())
             if _loaded.library is None:
                 log.warning("%s", _loaded.words)
         return _loaded
@@ -57,10 +58,16 @@ def loaded_library() -> CompiledLibrary | None:
 
 
 def _are_wished() -> bool:
-    wish = os.environ.get(VARIABLE, "") or "1"
-    if wish not in ("0", "1"):
-        raise ConfigError(f"{VARIABLE}={wish!r} is neither 0 nor 1")
-    return wish == "1"
+    wish = os.environ.get(VARIABLE, "")
+    if wish not in ("", "0", "1") and not os.path.isabs(wish):
+        raise ConfigError(f"{VARIABLE}={wish!r} is neither 0 nor 1 nor the whole path of a folder")
+    return wish != "0"
+
+
+def _folder() -> Path:
+    """Where compiled kernels are kept: beside the models, or where the user says."""
+    wish = os.environ.get(VARIABLE, "")
+    return Path(wish) if os.path.isabs(wish) else paths.home() / "native"
 
 
 def _load(folder: Path) -> NativeKernels:
