@@ -131,13 +131,32 @@ def test_no_exact_kv_goes_from_one_model_to_another(client: OpenAI) -> None:
         assert second.prompt_tokens_details.cached_tokens > 0
 
 
-def test_answers_of_the_first_model_alone_can_be_looked_at(client: OpenAI) -> None:
+def test_answers_of_each_can_be_looked_at(client: OpenAI) -> None:
     ids = {name: said(client, name).id for name in ("tiny", "twin")}
     found = {
-        name: httpx.get(f"{client.base_url}answers/{ids[name]}", timeout=60).status_code
+        name: httpx.get(f"{client.base_url}answers/{ids[name]}", timeout=60).json()["model"]
         for name in ids
     }
-    assert found == {"tiny": 200, "twin": 404}
+    assert found == {"tiny": "tiny", "twin": "twin"}
+
+
+def test_load_tree_and_quality_are_told_of_the_model_that_is_named(client: OpenAI) -> None:
+    def told(what: str, status: int = 200, **query: Any) -> Any:
+        reply = httpx.get(f"{client.base_url}{what}", params=query, timeout=60)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    question = "Tell me all about the slow red hen, and then about the busy bee. " * 3
+    said(client, "twin", question)
+    trees = {name: told("tree", model=name)["nodes"] for name in ("tiny", "twin", "apart")}
+    assert told("tree")["nodes"] == trees["tiny"]
+    ids = {name: {node["id"] for node in nodes} for name, nodes in trees.items()}
+    assert ids["twin"] - ids["tiny"], "what twin alone was asked"
+    assert told("quality", model="twin")["model"] == "twin"
+    assert told("quality")["model"] == "tiny"
+    assert told("stats", model="apart")["now"]["pages"]["total"] > 0
+    assert told("stats", 404, model="other")["error"]["code"] == "model_not_found"
+    assert "leave out" in told("quality", 400, model="twin", kb="notes")["error"]["message"]
 
 
 def test_two_models_of_one_name_are_refused(folders: dict[str, Path]) -> None:

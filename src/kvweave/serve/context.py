@@ -1,6 +1,8 @@
 """What the routes of one server share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvweave.app.answer.kept_answers import KeptAnswers
@@ -79,7 +81,6 @@ def make_context(
     page = page or PageConfig()
     if local is None:  # answers from elsewhere have no details to look at
         page = replace(page, kept_answers=0)
-    is_gone = _is_never_gone if local is None else local.runtime.client.is_gone
     return Context(
         weave,
         local,
@@ -94,10 +95,14 @@ def make_context(
         usual=usual,
         models=ModelNames(weave, libraries, usual.aliases),
         tenants=tenants,
-        kept=KeptAnswers(page.kept_answers, is_gone),
+        kept=KeptAnswers(page.kept_answers, partial(_is_gone, weave.engines)),
         page=page,
     )
 
 
-def _is_never_gone(chunk_id: ChunkId, as_of: int, tenant: str) -> bool:
-    return False
+def _is_gone(
+    engines: Sequence[Weave], model: str, chunk_id: ChunkId, as_of: int, tenant: str
+) -> bool:
+    """Whether a chunk was removed since, as the model has heard."""
+    heard = (each.runtime.client for each in engines if each.model_name == model)
+    return any(client.is_gone(chunk_id, as_of, tenant) for client in heard)

@@ -13,8 +13,8 @@ def test_what_a_comparison_watched_is_not_kept() -> None:
     watched = WatchedTokens((1,), (torch.zeros(151_936),))
     trace = AnswerTrace("Why?", plain_prompt((1, 2, 3)), 0.0, 0.1, 0.2, None, ())
     answer = Answer("So.", "stop", 3, 1, 100.0, 200.0, watched=watched, trace=trace)
-    kept = KeptAnswers(4, lambda chunk, as_of, tenant: False)
-    kept.add("acme", KeptAnswer("one", None, answer))
+    kept = KeptAnswers(4, lambda model, chunk, as_of, tenant: False)
+    kept.add("acme", KeptAnswer("one", "tiny", None, answer))
     found = kept.get("acme", "one").answer
     assert found.watched is None
     assert (found.text, found.trace) == ("So.", trace)

@@ -7,6 +7,7 @@ import pytest
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.weave import Answer, AnswerStream, Piece
+from kvweave.serve.model_names import ModelRef
 from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.routes.chat import ChatFormat
@@ -41,7 +42,7 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatFormat("m", request, kept.append).chunks([job])
+        chunks = ChatFormat(ModelRef("m", "m"), request, kept.append).chunks([job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
     kept: list[KeptAnswer] = []

@@ -16,8 +16,8 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.errors import RequestError
 from kvweave.types import ChunkId
 
-# whether a chunk found then was deleted since, for this tenant
-IsGoneFor = Callable[[ChunkId, int, str], bool]
+# whether a chunk that this model found then was deleted since, for this tenant
+IsGoneFor = Callable[[str, ChunkId, int, str], bool]
 KEPT = 64  # of one tenant
 TENANTS = 16  # that may have so many at a time; beyond that, whose last answer is oldest has fewer
 
@@ -31,6 +31,7 @@ class KeptAnswer:
     """An answer, and what its server knows of it."""
 
     id: str
+    model: str  # that gave it
     kb: str | None  # name of the knowledge base it was asked of
     answer: Answer
     queue_s: float = 0.0  # it waited so long before it was begun
@@ -114,4 +115,5 @@ class KeptAnswers:
             return False
         prompt, as_of = trace.prompt, trace.prompt.as_of
         parts = (*prompt.history, *prompt.chunks)
-        return any(self._is_gone(make_chunk_id(ids), as_of, prompt.tenant) for ids in parts)
+        ids = (make_chunk_id(part) for part in parts)
+        return any(self._is_gone(kept.model, each, as_of, prompt.tenant) for each in ids)

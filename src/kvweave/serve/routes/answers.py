@@ -1,5 +1,6 @@
 """Answers that were given: which are kept, and how each came about."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -15,7 +16,7 @@ from kvweave.serve.wire.schema import TASK_ERRORS
 
 def answer_routes(context: Context, weave: Weave) -> APIRouter:
     routes = APIRouter(prefix="/v1/answers", tags=["looking closer"], responses=TASK_ERRORS)
-    tasks = context.tasks
+    tasks, by_name = context.tasks, {each.model_name: each for each in context.weave.engines}
 
     @routes.get("")
     async def list_answers(request: Request) -> AnswerList:
@@ -26,7 +27,7 @@ def answer_routes(context: Context, weave: Weave) -> APIRouter:
     @routes.get("/{answer_id}")
     async def get_answer(request: Request, answer_id: str) -> AnswerOut:
         tenant = tenant_of(request.scope)
-        look = partial(_details, context, weave, tenant, answer_id)
+        look = partial(_details, context, by_name, tenant, answer_id)
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
@@ -38,11 +39,13 @@ def _all(context: Context, tenant: str) -> list[KeptAnswer]:
     return context.kept.all(tenant)
 
 
-def _details(context: Context, weave: Weave, tenant: str, answer_id: str) -> AnswerOut:
+def _details(
+    context: Context, by_name: Mapping[str, Weave], tenant: str, answer_id: str
+) -> AnswerOut:
     _hear_removals(context, tenant, context.kept.get(tenant, answer_id).kb)
     kept = context.kept.get(tenant, answer_id)  # if it still is
-    details = weave.details(kept.answer, kept.queue_s)
-    return answer_out(kept, details, weave.model_name)
+    details = by_name[kept.model].details(kept.answer, kept.queue_s)
+    return answer_out(kept, details, kept.model)
 
 
 def _hear_removals(context: Context, tenant: str, kb: str | None) -> None:

@@ -289,12 +289,13 @@ class ChatFormat:
     """Puts the answers to one request into the wire format."""
 
     def __init__(
-        self, model: str, request: ChatRequest, keep: Callable[[KeptAnswer], None] | None
+        self, model: ModelRef, request: ChatRequest, keep: Callable[[KeptAnswer], None]
     ) -> None:
-        """`model` as the caller calls it; `keep` hears of the first choice once it is finished, if
-        it is kept."""
-        with_usage = request.with_usage
-        self._head = ReplyHead("chat.completion.chunk", "chatcmpl", model, with_usage=with_usage)
+        """`keep` hears of the first choice once it is finished."""
+        self._head = ReplyHead(
+            "chat.completion.chunk", "chatcmpl", model.name, with_usage=request.with_usage
+        )
+        self._model = model.model
         self._request = request
         self._keep = keep
 
@@ -362,8 +363,8 @@ class ChatFormat:
         yield end
 
     def _finished(self, answer: Answer, job: AnswerJob) -> None:
-        if self._keep is not None:
-            self._keep(KeptAnswer(self._head.id, self._request.kb, answer, job.queue_s))
+        kb = self._request.kb
+        self._keep(KeptAnswer(self._head.id, self._model, kb, answer, job.queue_s))
 
 
 def _message(answer: Answer) -> ReplyMessage:

@@ -153,7 +153,7 @@ class Comparison:
     def _done(self, answer: Answer, job: AnswerJob) -> Event:
         weave = self._context.weave
         head = ReplyHead("compare", "chatcmpl", weave.model_name, with_usage=False)
-        kept = KeptAnswer(head.id, self._body.kb, answer, job.queue_s)
+        kept = KeptAnswer(head.id, weave.model_name, self._body.kb, answer, job.queue_s)
         self._context.kept.add(self._tenant, kept)
         return {
             "id": head.id,

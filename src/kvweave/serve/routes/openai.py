@@ -58,9 +58,7 @@ def openai_routes(context: Context) -> APIRouter:
         tenant, asked = tenant_of(request.scope), names.read(body.model)
         body = over_kb(body, asked)
         starts = read_chat(body, context, tenant)
-        # what looks closer has the tokenizer and the engine of the usual model
-        is_kept = asked.model == weave.model_name
-        form = ChatFormat(asked.name, body, partial(context.kept.add, tenant) if is_kept else None)
+        form = ChatFormat(asked, body, partial(context.kept.add, tenant))
         return await reply(
             request, answers, starts, form, stream=body.stream, within_s=limits.request_s
         )

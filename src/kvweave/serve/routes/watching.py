@@ -12,6 +12,7 @@ from kvweave.app.libraries.libraries import check_name
 from kvweave.app.weave import Weave
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
+from kvweave.serve.errors import ApiError
 from kvweave.serve.observe.memory import resident_bytes
 from kvweave.serve.routes.parameters import check_limit
 from kvweave.serve.wire.schema import TASK_ERRORS
@@ -40,32 +41,44 @@ SYSTEM = "system prompt"  # the title of a preamble
 
 def watching_routes(context: Context, weave: Weave) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["looking closer"], responses=TASK_ERRORS)
-    tasks = context.tasks
+    tasks, by_name = context.tasks, {each.model_name: each for each in context.weave.engines}
+
+    def of(model: str | None) -> Weave:
+        """The model that is looked at: the usual one, or one of several by its name."""
+        return by_name.get(context.models.read_plain(model).model, weave)
 
     @routes.get("/stats")
-    async def stats(request: Request) -> StatsOut:
-        """Load, caches, and the last half hour."""
+    async def stats(request: Request, model: str | None = None) -> StatsOut:
+        """Load, caches, and the last half hour; load of one of several models by its name."""
         return await tasks.run(
-            partial(_stats, context, weave, tenant_of(request.scope)),
+            partial(_stats, context, of(model), tenant_of(request.scope)),
             client=client_of(request.scope),
         )
 
     @routes.get("/tree")
-    async def tree(request: Request, node: str | None = None, limit: int = NODES) -> TreeOut:
-        """What hangs below a node of the knowledge tree; what begins paths, without one."""
+    async def tree(
+        request: Request, node: str | None = None, limit: int = NODES, model: str | None = None
+    ) -> TreeOut:
+        """What hangs below a node of the knowledge tree; what begins paths, without one. Each of
+        several models has its own."""
         check_limit(limit, MOST_NODES)
         return await tasks.run(
-            partial(_tree, context, weave, tenant_of(request.scope), node, limit),
+            partial(_tree, context, of(model), tenant_of(request.scope), node, limit),
             client=client_of(request.scope),
         )
 
     @routes.get("/quality")
-    async def quality(request: Request, kb: str | None = None) -> QualityOut:
+    async def quality(
+        request: Request, kb: str | None = None, model: str | None = None
+    ) -> QualityOut:
         """What reuse costs with this model, what the gate lets through, what the audit found."""
         if kb is not None:
             check_name(kb)
+            if model is not None:
+                message = "over a knowledge base it is its first model's; leave out kb or model"
+                raise ApiError(400, message, param="model")
         return await tasks.run(
-            partial(_quality, context, weave, tenant_of(request.scope), kb),
+            partial(_quality, context, of(model), tenant_of(request.scope), kb),
             client=client_of(request.scope),
         )
 
