@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +19,12 @@ if "KVWEAVE_NATIVE" not in os.environ:
     from kvweave.paths import home
 
     os.environ["KVWEAVE_NATIVE"] = str(home() / "native")
+# How long one example takes says something of the machine, not of what is tested.
+with suppress(ImportError):  # a machine that runs the tests of the GPU alone
+    from hypothesis import settings
+
+    settings.register_profile("kvweave", deadline=None)
+    settings.load_profile("kvweave")
 # A server that is given no folder of knowledge bases has one of its own: not the user's here.
 _DATA = TemporaryDirectory(prefix="kvweave-tests-")
 os.environ["XDG_DATA_HOME"] = _DATA.name

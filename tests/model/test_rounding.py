@@ -225,6 +225,7 @@ def test_a_model_of_some_size_says_what_computes_it(
     assert small.weights_words == "weights in float32", "nobody asked for kernels"
     monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
     monkeypatch.setenv("PATH", str(tmp_path))  # no compiler
+    monkeypatch.delenv(loading.VARIABLE)  # and nothing that was compiled before
     large = load_decoder(folder, device="cpu", quant="none")
     assert "no C compiler here; install one" in large.weights_words
     assert torch.isfinite(logits(large, IDS)).all()

@@ -1,6 +1,7 @@
 """Answers are audited in idle time, and a table that lies is found out."""
 
 import logging
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from kvweave import Weave
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.audit import auditor
 from kvweave.app.audit.audit_log import AuditLog
-from kvweave.app.audit.auditor import AuditConfig, AuditSampler
+from kvweave.app.audit.auditor import AuditConfig, Auditor, AuditSampler
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.trials import TrialScore, judge
@@ -172,14 +173,22 @@ def test_an_audit_leaves_the_exact_path_behind(ready: World) -> None:
         assert again.explain.counts["exact"] > first.explain.counts["exact"]
 
 
-def test_what_was_deleted_meanwhile_is_not_computed_again(ready: World) -> None:
+def test_what_was_deleted_meanwhile_is_not_computed_again(
+    ready: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ready.calibrate(("reuse", 0.0, 0.0))
+    deleted, wait_for = threading.Event(), Auditor._wait_for
+    # the engine may have written all of the answer when its first piece is read
+    monkeypatch.setattr(
+        Auditor, "_wait_for", lambda self, ticket: deleted.wait(60) and wait_for(self, ticket)
+    )
     with reopened(ready) as weave:
         stream = weave.stream(question(1), reuse="auto", sampling=GREEDY)
         pieces = iter(stream)
         next(pieces)
         for document in weave.library.kb.documents():
             weave.remove(document.id)
+        deleted.set()
         stream.finish()
         log = settled(weave)
         assert log.figures("reuse", 0.0).answers == 0
