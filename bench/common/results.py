@@ -50,10 +50,9 @@ def finish(question: str, result: Mapping[str, Any], out: Path | None = None) ->
 
     `question` is the bench's docstring: its first line asks it.
     """
-    result = {**result, "stolen": stolen_share()}
     if out is not None:
         save_run(question, result, out)
-    print(json.dumps(result))
+    print(json.dumps({**result, "stolen": stolen_share()}))
 
 
 def save_run(
@@ -70,7 +69,7 @@ def save_run(
     asked: dict[str, Any] = {"question": question.splitlines()[0], "runs": []}
     kept = read_results(out) if out.is_file() else asked
     runs = [run for run in kept["runs"] if run["date"] != STARTED]
-    runs.append({"date": STARTED, "args": sys.argv[1:], **result})
+    runs.append({"date": STARTED, "args": sys.argv[1:], **result, "stolen": stolen_share()})
     write_results({"question": kept["question"], **summary(runs), "runs": runs}, out)
 
 

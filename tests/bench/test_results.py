@@ -27,6 +27,7 @@ def test_a_run_is_added_behind_earlier_ones_and_saved_again_by_the_process_that_
     assert found["question"] == "How fast?"
     assert [run["date"] for run in found["runs"]] == ["then", "now"]
     assert found["runs"][0]["ms"] == 3
+    assert all(0 <= run["stolen"] <= 1 for run in found["runs"])
     assert found["runs"][1]["cells"] == [{"ms": 1}, {"ms": 2}]
     told = json.loads(capsys.readouterr().out)
     assert 0 <= told.pop("stolen") <= 1

@@ -4,9 +4,8 @@ Calibration measured a share on its questions. What people ask may be less clear
 second answer is a close call, fusing costs more than it saves, and only those who count see it.
 """
 
-MEASURED_WEIGHT = (
-    4.0  # answers that calibration's figure counts as: a close call costs a whole prefill
-)
+# answers that calibration's figure counts as; few, because a close call costs a whole prefill
+MEASURED_WEIGHT = 4.0
 FADE = 0.98  # of what was seen, with every answer, fused or not: about the last fifty count
 
 

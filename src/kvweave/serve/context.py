@@ -46,6 +46,11 @@ class Context:
     page: PageConfig
     readiness: Readiness = field(default_factory=Readiness)
 
+    @property
+    def by_name(self) -> dict[str, Weave]:
+        """The models that are in this process."""
+        return {each.model_name: each for each in self.weave.engines}
+
     def give_up(self) -> None:
         """Have everything that runs end as soon as it can; its clients get a 503."""
         self.answers.abandon_all()

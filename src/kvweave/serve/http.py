@@ -61,9 +61,8 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
     ):
         http.include_router(routes(context))
     if context.local is not None:  # a gateway has no engine and no chunk KV to look at
-        for local_routes in (answer_routes, watching_routes):
-            http.include_router(local_routes(context, context.local))
-        http.include_router(compare_routes(context))
+        for local_routes in (answer_routes, watching_routes, compare_routes):
+            http.include_router(local_routes(context))
     for routes_for in (info_routes, conversation_routes):
         http.include_router(routes_for(context, has_keys=door.has_keys))
     http.include_router(ui_routes())

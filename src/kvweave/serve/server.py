@@ -48,8 +48,8 @@ class Prepare(NamedTuple):
 
 def settle() -> None:
     """The last step of a process that serves and does nothing else: what is there by now stays, so
-    collecting garbage need not walk through it. With libraries and models loaded one walk takes a
-    fifth of a second, in which no thread of the process does anything."""
+    collecting garbage need not walk through it, during which no thread of the process does
+    anything."""
     gc.collect()
     gc.freeze()
 

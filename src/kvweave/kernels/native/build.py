@@ -5,7 +5,7 @@
 The file ends with a checksum of what stands before it (a loader of shared objects does not mind):
 one that was cut short or changed is compiled anew instead of ending the process. It is written
 under another name first, so that two processes may compile at once. A folder that cannot be
-written costs the compiler's second at every start.
+written costs the compiler's seconds at every start.
 
 Torch has an OpenMP with threads of its own. What is compiled here is linked to that one and to no
 other: a second one in a process would have its own threads, and the two would wait for each other.

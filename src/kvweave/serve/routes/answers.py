@@ -1,22 +1,20 @@
 """Answers that were given: which are kept, and how each came about."""
 
-from collections.abc import Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.libraries.libraries import NoSuchKnowledgeBase
-from kvweave.app.weave import Weave
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.wire.answers import AnswerList, AnswerOut, answer_out, summary_out
 from kvweave.serve.wire.schema import TASK_ERRORS
 
 
-def answer_routes(context: Context, weave: Weave) -> APIRouter:
+def answer_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/answers", tags=["looking closer"], responses=TASK_ERRORS)
-    tasks, by_name = context.tasks, {each.model_name: each for each in context.weave.engines}
+    tasks = context.tasks
 
     @routes.get("")
     async def list_answers(request: Request) -> AnswerList:
@@ -27,7 +25,7 @@ def answer_routes(context: Context, weave: Weave) -> APIRouter:
     @routes.get("/{answer_id}")
     async def get_answer(request: Request, answer_id: str) -> AnswerOut:
         tenant = tenant_of(request.scope)
-        look = partial(_details, context, by_name, tenant, answer_id)
+        look = partial(_details, context, tenant, answer_id)
         return await tasks.run(look, client=client_of(request.scope))
 
     return routes
@@ -39,12 +37,10 @@ def _all(context: Context, tenant: str) -> list[KeptAnswer]:
     return context.kept.all(tenant)
 
 
-def _details(
-    context: Context, by_name: Mapping[str, Weave], tenant: str, answer_id: str
-) -> AnswerOut:
+def _details(context: Context, tenant: str, answer_id: str) -> AnswerOut:
     _hear_removals(context, tenant, context.kept.get(tenant, answer_id).kb)
     kept = context.kept.get(tenant, answer_id)  # if it still is
-    details = by_name[kept.model].details(kept.answer, kept.queue_s)
+    details = context.by_name[kept.model].details(kept.answer, kept.queue_s)
     return answer_out(kept, details, kept.model)
 
 

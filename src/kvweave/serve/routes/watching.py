@@ -39,13 +39,13 @@ EVICTIONS = 50  # the last ones
 SYSTEM = "system prompt"  # the title of a preamble
 
 
-def watching_routes(context: Context, weave: Weave) -> APIRouter:
+def watching_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["looking closer"], responses=TASK_ERRORS)
-    tasks, by_name = context.tasks, {each.model_name: each for each in context.weave.engines}
+    tasks = context.tasks
 
     def of(model: str | None) -> Weave:
         """The model that is looked at: the usual one, or one of several by its name."""
-        return by_name.get(context.models.read_plain(model).model, weave)
+        return context.by_name[context.models.read_plain(model).model]
 
     @routes.get("/stats")
     async def stats(request: Request, model: str | None = None) -> StatsOut:
