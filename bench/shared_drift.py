@@ -6,6 +6,7 @@ the chunks, which drift has moved for good; over shared ones, which it moves for
 and without any drift. The first token is apart: it is computed with the prompt.
 
     python bench/shared_drift.py --model smollm2 --out bench/results/shared_drift-cpu.json
+    python bench/shared_drift.py --device cuda --model FOLDER --strategy weave-through --ratio 0.5
 """
 
 import argparse
@@ -51,7 +52,7 @@ WAYS = (Way("copied", False, True), Way("shared", True, True), Way("no drift", F
 
 def main() -> None:
     args = parse_args()
-    world = World(args.model)
+    world = World(args.model, args.device)
     asked = read_questions()[: args.questions]
     prompts = [world.prompt(question, args.passages) for question in asked]
     thought, rows = {}, []
@@ -79,17 +80,20 @@ def main() -> None:
         )
         print(rows[-1], flush=True)
     config = {
-        "model": args.model, "strategy": args.strategy, "ratio": args.ratio,
+        "model": Path(args.model).name, "strategy": args.strategy, "ratio": args.ratio,
         "questions": len(prompts), "passages": args.passages,
     }  # fmt: skip
     finish(
-        __doc__, {**result_header("shared_drift", "cpu"), "config": config, "rows": rows}, args.out
+        __doc__,
+        {**result_header("shared_drift", args.device), "config": config, "rows": rows},
+        args.out,
     )
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--strategy", default="weave")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--questions", type=int, default=12)
@@ -101,9 +105,9 @@ def parse_args() -> argparse.Namespace:
 class World:
     """A model with the chunk KV of the valley's passages in host memory."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, device: str) -> None:
         folder = locate(model)
-        self.decoder = load_decoder(folder, device="cpu", dtype="float32")
+        self.decoder = load_decoder(folder, device=device, dtype="float32")
         self._tokenizer = Tokenizer(folder)
         self._preamble = tuple(self._tokenizer.encode(SYSTEM))
         self.store = KVStore(StoreConfig((HostTierConfig(2 * GIB),)))
@@ -149,7 +153,7 @@ def thoughts(engine: Engine, request: EngineRequest) -> list[Tensor]:
 def apart(exact: list[Tensor], found: list[Tensor]) -> tuple[float, float]:
     """KL of exact to found in nats: of the first token, and the mean of the others."""
     nats = [float((p.exp() * (p - q)).sum()) for p, q in zip(exact, found, strict=True)]
-    return nats[0], statistics.fmean(nats[1:])
+    return nats[0], statistics.fmean(nats[1:] or [0.0])
 
 
 if __name__ == "__main__":
