@@ -27,7 +27,7 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.selectors.weave import LATE, weave, weave_deep, weave_through
+from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
@@ -558,21 +558,6 @@ def test_of_rows_looked_at_alike_the_cheaper_one_is_recomputed(world: World) -> 
     torch.testing.assert_close(plain, plain[:1].expand_as(plain))
     assert selector.select(scene, 7).tolist() == scene.hits[:7].tolist()
     assert bool((selector.scores(scene).diff() < 0).all())
-
-
-def test_rows_behind_one_that_is_looked_at_count_the_less_the_further_they_are_away(
-    world: World,
-) -> None:
-    scene, selector = world.scene(), replace(weave_through(NUM_LAYERS), late=0.0)
-    alone = replace(selector, run=0).scores(scene).tolist()
-    want = []
-    for row, own in enumerate(alone):
-        ahead = alone[row : row + 3]
-        behind = [alone[row - d] * (1 - 0.75 * d / 4) for d in range(1, 5) if d <= row]
-        want.append((own + max([*ahead, *behind])) / 2)
-    ours = replace(selector, run=4).scores(scene)
-    torch.testing.assert_close(ours, torch.tensor(want))
-    assert selector.run > 4
 
 
 def test_fusionrag_probes_the_question_alone_and_scores_each_chunk_by_itself(

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import max_pool1d
 
 from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
 from kvweave.fuse.protocol import Projected
@@ -28,7 +28,6 @@ View = Literal["question", "preamble", "anchors", "full"]
 # Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
 # and what the question sees of itself is held for all.
 LAYERS_AT_ONCE, FEW_ROWS = 12, 128
-RUN_AHEAD = 2  # rows in front of one that is looked at: a word's first pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,9 @@ class QueryAttention:
     anchors: str = "kvzip"  # which anchors the "anchors" view takes
     # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
     late: float = 0.0
-    # a row also counts as a row that is looked at right in front of it does, the less the further
-    # it is away, over so many rows: an answer goes on from there word by word, and needs them all
-    run: int = 0
+    # a row also counts for half of the best row within `smooth` around it (odd; 1: itself alone):
+    # what is asked about is a run of words, and some models look at one of them only
+    smooth: int = 1
     in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
@@ -78,8 +77,8 @@ class QueryAttention:
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
         scores = reduce(self.layer_scores(scene), self.over_layers, dim=0)
-        if self.run and len(scores):
-            scores = (scores + _best_of_run(scores, self.run)) / 2
+        if self.smooth > 1 and len(scores):
+            scores = (scores + _best_around(scores, self.smooth)) / 2
         return scores / _cost(scene, self.late, scores.device) if self.late else scores
 
     def layer_scores(self, scene: Scene) -> Tensor:
@@ -144,13 +143,9 @@ class QueryAttention:
         return [(own, seen), (front, None)] if front else [(own, seen)]
 
 
-def _best_of_run(scores: Tensor, run: int) -> Tensor:
-    """What each row [H] counts as part of a run: the best of itself, the RUN_AHEAD rows behind it
-    and the `run` rows in front of it, the farthest of which counts for a quarter."""
-    back = torch.arange(run, 0, -1, device=scores.device)
-    weights = torch.cat([1 - 0.75 / run * back, scores.new_ones(1 + RUN_AHEAD)])
-    windows = pad(scores, (run, RUN_AHEAD)).unfold(0, len(weights), 1)  # [H, run + 1 + RUN_AHEAD]
-    return (windows * weights).amax(-1)
+def _best_around(scores: Tensor, width: int) -> Tensor:
+    """The highest of the `width` scores around each one, [H]."""
+    return max_pool1d(scores[None, None], width, stride=1, padding=width // 2)[0, 0]
 
 
 def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:

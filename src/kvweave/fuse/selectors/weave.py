@@ -11,8 +11,8 @@ the layers in which the question searches only a fifth of the rows goes on (see 
                  keys of a few layers, and the pass streams behind
     weave-deep   it sees the full stitched context: better rows, but most layers must be there first
     weave-through   the same for models that still take much from chosen rows behind the layers of
-                 the search (Qwen2.5): all go through all layers, and rows behind a row that is
-                 looked at count as well, because answers go on there
+                 the search (Qwen2.5): all go through all layers, and rows beside a row that is
+                 looked at count as well
 
 docs/fusion.md tells how this was found and what was tried.
 """
@@ -24,7 +24,7 @@ from kvweave.fuse.taper import Taper
 # are the same for both, attention is not, and runs slower) and must be looked at four times as much
 # to be worth it.
 LATE = 3.0
-RUN = 24  # rows: the rest of a sentence
+SMOOTH = 5  # rows: a name, a number with its unit
 STAYING = 0.2  # of the rows, behind the layers of the search
 
 
@@ -44,7 +44,7 @@ def weave_deep(num_layers: int) -> QueryAttention:
 def weave_through(num_layers: int) -> QueryAttention:
     return QueryAttention(
         view="full", layers=_search_layers(num_layers), normaliser="full", asks="all", late=LATE,
-        run=RUN,
+        smooth=SMOOTH,
     )  # fmt: skip
 
 
