@@ -272,7 +272,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
     monkeypatch.setattr(KVOptions, "store_config", lambda *_: StoreConfig(tiers=tiers))
     ran = world.stored("--encoding", "isolated")
-    assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
+    assert "2 of 2 chunk KV could not be saved (tier cannot be listed)" in ran.err
 
 
 def test_chunk_kv_that_the_codec_cannot_hold_is_said(

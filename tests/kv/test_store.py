@@ -3,11 +3,12 @@
 import gc
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import DiskTierConfig, FaultPlan
+from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss, Residency
@@ -334,15 +335,27 @@ def test_no_fault_ever_gives_a_wrong_byte(tmp_path: Path, fault: str) -> None:
     store.close()
 
 
-def test_a_tier_that_cannot_be_opened_is_left_out_and_the_store_serves(
+def test_a_tier_that_cannot_be_used_is_said_once_and_the_store_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "store").write_text("a file, not a folder")
     with KVStore(make_config(tmp_path / "store")) as store:
-        assert store.save(make_chunk(0)).wait(5) is True  # in host memory
+        assert store.save(make_chunk(0)).wait(5) is False  # in host memory, which does not stay
         assert load_and_check(store, 0) == {0}
-        assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="open") == 1
+        assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="scan") == 1
     assert caplog.text.count("give a folder this user can read and write") == 1
+
+
+def test_a_tier_that_there_is_no_memory_for_is_left_out_and_the_store_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = make_config(tmp_path)
+    huge = HostTierConfig(10**9 << 30, pinned=False)
+    with KVStore(replace(cfg, tiers=(huge, *cfg.tiers[1:]))) as store:
+        assert store.save(make_chunk(0)).wait(5) is True
+        assert load_and_check(store, 0) == {0}
+        assert store.metrics.value("kv_tier_errors_total", tier="host", verb="open") == 1
+    assert caplog.text.count("a tier is left out") == 1
 
 
 def test_a_full_disk_is_said_once_and_serving_goes_on(

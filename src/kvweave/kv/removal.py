@@ -120,6 +120,8 @@ class Remover:
         its bytes stay counted and are never served, and an eviction tries again."""
         with self._lock:
             size = self._inventory.take_off(slot, key)
+            if not slot.is_booked:
+                slot.unbooked_deletes.add(key)
         was_here = self.delete_quietly(slot, key)
         self._inventory.freed(slot, size)
         if was_here is None and size and slot.budget is not None:

@@ -38,6 +38,7 @@ from kvweave.types import Chunk, ChunkId
 from worlds import killed_removal
 from worlds.fuse import prefill_stored
 from worlds.killing import kill_at
+from worlds.permissions import closed_folder, plain_user
 from worlds.running import Run, run  # noqa: F401  (a fixture)
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
@@ -490,22 +491,34 @@ def test_kv_in_host_memory_goes_too(opened: Open, docs: Path, decoder: Decoder) 
         assert all(peek.residency is Residency.ABSENT for peek in library.store.peek(keys))
 
 
+@contextmanager
+def unusable(objects: Path, how: str) -> Iterator[None]:
+    if how == "closed":
+        with plain_user(), closed_folder(objects):
+            yield
+    else:
+        shutil.rmtree(objects)
+        objects.write_text("in the way")
+        yield
+
+
 @pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("how", ["a file", "closed"])
 @pytest.mark.parametrize("encoding", ["isolated", "filler:1", f"neighbours:{SIZE}"])
-def test_kv_goes_from_memory_where_no_disk_tier_could_be_opened(
+def test_kv_goes_from_memory_where_the_disk_tier_cannot_be_used(
     opened: Open,
     docs: Path,
     tmp_path: Path,
     encoding: str,
+    how: str,
     killed: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with opened(encoding):
         pass
-    shutil.rmtree(tmp_path / "kb" / "kv" / "objects")
-    (tmp_path / "kb" / "kv" / "objects").write_text("in the way")
-    with opened(encoding) as library:
-        assert "a tier is left out" in caplog.text
+    objects = tmp_path / "kb" / "kv" / "objects"
+    with unusable(objects, how), opened(encoding) as library:
+        assert "give a folder this user can read and write" in caplog.text
         ingest(library, docs)
         encoder, chunks = library.encoder, chunks_of(library)
         evict = chunks["evict"].token_ids

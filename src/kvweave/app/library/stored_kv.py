@@ -82,6 +82,13 @@ class StoredKV:
             DiskTier(DiskTierConfig(folder), sweep=False).sync_deletions(unique)
         return max(num_deleted, len(deleted))
 
+    def forget_at_hand(self) -> None:
+        """A disk cannot be looked through, which is counted: what an open store knows of chunks
+        that exist no more goes without it."""
+        if self._store is not None:
+            self._store.metrics.count("kv_tier_errors_total", tier="disk", verb="remove")
+            self._store.forget(None)
+
     # ---- elsewhere: remote tiers, engines
 
     def note_places(self) -> None:
