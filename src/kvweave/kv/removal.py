@@ -43,6 +43,23 @@ class Remover:
                 return self.delete_from_host(key)
         return bool(self._in_time(slot, lambda: self._delete_below(slot, key)))
 
+    def clean(self, slot: TierSlot, work: Callable[[], None]) -> None:
+        """Have `work` delete in a lower tier what no book knows of. Raises what it raises, and
+        TierError where it hangs: then it goes on by itself, and deletes behind it wait."""
+        raised: list[OSError | TierError] = []
+
+        def run() -> bool:
+            try:
+                work()
+            except (OSError, TierError) as error:
+                raised.append(error)
+            return True
+
+        if self._in_time(slot, run) is None:
+            raise TierError(f"a delete in {slot.tier.place} takes longer than {DELETE_S:g} s")
+        if raised:
+            raise raised[0]
+
     def _in_time(self, slot: TierSlot, work: Callable[[], bool | None]) -> bool | None:
         """What `work` says, which changes a lower tier. None: it hangs, and whoever waits for it
         (a request, the engine) goes on without; it keeps its turn until it is through."""

@@ -240,6 +240,15 @@ class KVStore:
         """The tiers that other machines share, in order."""
         return [slot.tier for slot in self.inventory.slots if slot.tier.remote]
 
+    def clean(self, place: str, work: Callable[[], None]) -> None:
+        """Have `work` delete, in the tier of this place, what the store does not know of. See
+        `Remover.clean`. Where no tier is there, nobody but the caller waits for it."""
+        slot = next((s for s in self.inventory.below if s.tier.place == place), None)
+        if slot is None:
+            work()
+        else:
+            self.remover.clean(slot, work)
+
     def places(self) -> set[str]:
         """Where its tiers are."""
         return {slot.tier.place for slot in self.inventory.slots}
