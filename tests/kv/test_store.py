@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
@@ -479,3 +481,33 @@ def test_a_cleared_store_holds_nothing_in_local_tiers(tmp_path: Path) -> None:
         store.check_integrity()
     with make_store(tmp_path) as store:
         assert load_and_check(store, 0, 1, 2) == set()
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_closed_store_gives_its_memory_back_before_any_garbage_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_leased: bool
+) -> None:
+    """A server that opens and closes knowledge bases had the host tiers of many at a time."""
+    taken: list[weakref.ref[object]] = []
+
+    def watched(size_bytes: int, *, pinned: bool) -> Memory:
+        memory = new_memory(size_bytes, pinned=pinned)
+        taken.append(weakref.ref(memory.view.obj))
+        return memory
+
+    monkeypatch.setattr("kvweave.kv.tiers.host.new_memory", watched)
+    monkeypatch.setattr("kvweave.kv.memory.new_memory", watched)  # of buffers that loads pass by
+    gc.disable()
+    try:
+        store = KVStore(make_config(tmp_path, host_chunks=2))
+        for number in range(4):
+            assert store.save(make_chunk(number), wait_s=5).wait(5)
+        leases = [store.acquire([make_key(number)]) for number in range(4)] if is_leased else []
+        assert load_and_check(store, 0, 1, 2, 3) == {0, 1, 2, 3}
+        assert len(taken) > 1, "host tier and staging"
+        store.close()
+        while leases:
+            leases.pop().release()
+        assert [each() for each in taken] == [None] * len(taken)
+    finally:
+        gc.enable()

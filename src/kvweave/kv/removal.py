@@ -111,6 +111,13 @@ class Remover:
             self._host.budget.unreserve(self._host.budget.take_off(key))
         return True
 
+    def empty_host(self) -> None:
+        """Nothing is to be found in the host tier any more; what a lease holds goes with it."""
+        if self._host is not None:
+            with self._lock:
+                for key in list(self._host.budget):
+                    self.delete_from_host(key)
+
     def finish_delete(self, slot: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         """A doomed entry lost its last pin."""
         if self._inventory.is_host(slot):

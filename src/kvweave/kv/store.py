@@ -287,13 +287,18 @@ class KVStore:
         return any(writer.hangs() for writer in self._saver.writers.values())
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
+        """Finish accepted writes for at most `timeout_s` per tier, then let go of everything. Its
+        memory is free when this returns, or with the last lease: who closes a store to open another
+        cannot wait for the garbage collector, which does not know how much hangs on an object."""
         for writer in self._saver.writers.values():
             writer.close(timeout_s)
         self._locator.close()
         self.remover.close()
         for slot in self.inventory.slots:
             slot.pool.close(1.0)
+        self._loader.close()
+        self.remover.empty_host()
+        for slot in self.inventory.slots:
             slot.tier.close()
 
     def __enter__(self) -> "KVStore":
