@@ -261,7 +261,9 @@ class Lane(ABC):
     def _at_evict(self, row: FaultRow) -> None:
         document = self._spare()
         must(self.server.upload(document.title, document.text))
-        must(self.server.ask(document.question, 1))
+        # there must be something to delete: a tier that rests after the fault before takes nothing
+        if self._recovery(document, 1, time.monotonic(), row) is None:
+            return
         before = self.server.metrics()
         self.inject(self._rule(row), document)
         reply = self.server.delete(document.title)
@@ -304,11 +306,12 @@ class Lane(ABC):
             row.status = -1
             row.problems.append(f"stuck: {error}")
         cleared_s = time.monotonic()
-        row.extra_s = max(0.0, row.seconds - self.usual_start_s)
+        usual_s = self.usual_start_s
+        if not self.server.is_alive:  # as long as a start takes now, beside whatever else runs
+            usual_s = max(usual_s, self.server.start())
+        row.extra_s = max(0.0, row.seconds - usual_s)
         if row.extra_s > STARTUP_BOUND_S:
             row.problems.append(f"{row.extra_s:.1f} s more")
-        if not self.server.is_alive:
-            self.server.start()
         row.recovered_s = self._recovery(document, K, cleared_s, row)
         self.learn_layers()  # hooks of a new process know nothing
         self.check_documents()
@@ -658,8 +661,9 @@ class EngineLane(DiskLane):
         documents = [self.world.base[(row.seed + n) % len(self.world.base)] for n in range(12)]
         with ThreadPoolExecutor(12) as pool:
             replies = list(pool.map(lambda d: self.server.ask(d.question, K, "full"), documents))
+        self.usual_s["crowd"] = len(documents) * self.usual_s["ask"]  # where all wait in turn
         for document, reply in zip(documents, replies, strict=True):
-            self._note(row, reply, "ask", document)
+            self._note(row, reply, "crowd", document)
         huge = self.server.chat(
             {"messages": [{"role": "user", "content": "node " * 3000}], "max_tokens": 4}
         )

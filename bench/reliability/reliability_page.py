@@ -12,10 +12,15 @@ TIERS = ("host", "disk", "valkey", "s3", "engine")
 
 
 def latest(runs: Iterable[Json]) -> dict[str, Any]:
-    """Each part as its last run has it; faults, kills and power cuts of all runs together."""
+    """Each part as its last run has it; faults, kills and power cuts of all runs together, faults
+    with the commit they were put in at, and what a person has noted about their runs."""
     found: dict[str, Any] = {}
     for run in runs:
         where = {"commit": run["commit"], "device": run["device"]}
+        if "faults" in run:
+            rows = [{**row, "commit": run["commit"]} for row in run["faults"]["rows"]]
+            notes = [f"{run['commit']}: {run['note']}"] if "note" in run else []
+            run = {**run, "faults": {**run["faults"], "rows": rows, "notes": notes}}
         for part in ("tenants", "bombs"):
             if part in run:
                 found[part] = {**run[part], **where}
@@ -59,11 +64,29 @@ def summary(runs: Iterable[Json]) -> dict[str, Any]:
         "stuck_requests": sum(is_stuck(row) for row in rows),
         "tenant_leaks": parts.get("tenants", {}).get("tenant_leaks"),
         "not_as_expected": sum(bool(row["problems"]) for row in rows),
+        "not_as_expected_now": sum(
+            bool(row["problems"]) for last in newest(rows).values() for row in last
+        ),
         "healthz_worst_ms": bombs.get("healthz_worst_ms"),
         "control_worst_ms": bombs.get("control_worst_ms"),
         "sigterm_worst_s": bombs.get("sigterm_worst_s"),
         "p99_extra_s": {kind: p99(extra(rows, kind)) for kind in kinds_of(rows)},
     }
+
+
+def newest(rows: Sequence[Json]) -> dict[tuple[str, str, str], list[Json]]:
+    """Each fault as it went at the last commit that it was put in at, with all its seeds."""
+    found: dict[tuple[str, str, str], list[Json]] = {}
+    for row in rows:
+        last = found.setdefault(which_fault(row), [])
+        if last and last[-1]["commit"] != row["commit"]:
+            last.clear()
+        last.append(row)
+    return found
+
+
+def which_fault(row: Json) -> tuple[str, str, str]:
+    return row["tier"], row["op"], row["kind"]
 
 
 def is_wrong(row: Json) -> bool:
@@ -161,6 +184,7 @@ def _sums(total: Json) -> list[str]:
         f"| requests stuck | {shown(total['stuck_requests'])} |",
         f"| leaks between tenants | {shown(total['tenant_leaks'])} |",
         f"| faults with anything not as it should be | {shown(total['not_as_expected'])} |",
+        f"| … when last put in | {shown(total['not_as_expected_now'])} |",
         f"| slowest `/healthz` under a bomb | {shown(total['healthz_worst_ms'], ' ms')} |",
         f"| slowest reply of a bare server beside it | {shown(total['control_worst_ms'], ' ms')} |",
         f"| slowest end after SIGTERM under a bomb | {shown(total['sigterm_worst_s'], ' s')} |",
@@ -209,16 +233,28 @@ def _faults(part: Json | None) -> list[str]:
     if wrong:
         lines += [
             "",
-            "Not as it should be:",
+            "Not as it should be, and what the same fault did when it was last put in:",
             "",
-            "| tier | doing | what went wrong | seed | what was found |",
+            "| tier | doing | what went wrong | commit, seed | what was found | last |",
         ]
-        lines += ["|---|---|---|---|---|"]
+        lines += ["|---|---|---|---|---|---|"]
+        last = newest(rows)
         lines += [
-            f"| {row['tier']} | {row['op']} | {row['kind']} | {row['seed']} | {_cell(row)} |"
+            f"| {row['tier']} | {row['op']} | {row['kind']} | {row['commit']}, {row['seed']} "
+            f"| {_cell(row)} | {_since(row, last[which_fault(row)])} |"
             for row in wrong
         ]
+    if part.get("notes"):
+        lines += ["", "About these runs:", "", *(f"- {note}" for note in part["notes"])]
     return [*lines, ""]
+
+
+def _since(row: Json, last: Sequence[Json]) -> str:
+    """How a fault went at the last commit, told beside an earlier `row` of it."""
+    if last[0]["commit"] == row["commit"]:
+        return "this"
+    is_well = not any(each["problems"] for each in last)
+    return f"{'as it should be' if is_well else 'not as it should be'}, {last[0]['commit']}"
 
 
 def _crashes(parts: Json) -> list[str]:

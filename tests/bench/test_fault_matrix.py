@@ -98,7 +98,22 @@ def test_a_sum_counts_what_went_wrong() -> None:
     assert (found["faults"], found["kills"], found["wrong_answers"]) == (3, 7, 1)
     assert (found["lost_documents"], found["stuck_requests"]) == (1, 1)
     assert found["p99_extra_s"] == {FULL: 9.0}
-    assert "| disk | save | full | 1 | wrong answer |" in page_of({"runs": [run]})
+    assert "| disk | save | full | c, 1 | wrong answer | this |" in page_of({"runs": [run]})
+
+
+def test_a_fault_that_was_mended_is_told_with_the_commit_that_shows_it() -> None:
+    rows = {"b": [row(problems=["no counter tells of it"])], "c": [row()]}
+    runs = [{"commit": at, "device": "d", "faults": {"rows": rows[at]}} for at in rows]
+    runs[0]["note"] = "nothing was there to be deleted"
+    found = summary(runs)
+    assert (found["not_as_expected"], found["not_as_expected_now"]) == (1, 0)
+    page = page_of({"runs": runs})
+    told = "| disk | save | full | b, 1 | no counter tells of it | as it should be, c |"
+    assert told in page
+    assert "- b: nothing was there to be deleted" in page
+    assert summary(runs[:1])["not_as_expected_now"] == 1
+    runs[1]["faults"]["rows"].insert(0, row(problems=["stuck"], seed=2))
+    assert summary(runs)["not_as_expected_now"] == 1, "another seed of the last run"
 
 
 def test_kills_of_all_runs_are_added_and_their_failures_are_told() -> None:

@@ -1,5 +1,6 @@
 """Chunk KV from the command line: what ingest stores, ask finds, and what is not found is said."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvweave.kv.config import (
     HostTierConfig,
     StoreConfig,
 )
+from kvweave.kv.tiers.durable_files import DurableFiles
 from kvweave.plan.plan import Reason
 from worlds.running import Ran, Run
 from worlds.tiny_corpus import WordEmbedder
@@ -244,7 +246,7 @@ def test_chunk_kv_that_was_saved_is_counted(world: World) -> None:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (FaultPlan(fail=1.0), "a write failed"),
+        (FaultPlan(fail=1.0), "tier cannot be listed"),
         (FaultPlan(drop=1.0), "no room"),
     ],
 )
@@ -265,6 +267,17 @@ def test_chunk_kv_that_could_not_be_saved_is_said(
     assert why in said
 
 
+def test_chunk_kv_that_a_disk_refuses_is_said(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(DurableFiles, "write", refuse)
+    ran = world.stored("--encoding", "isolated")
+    assert "2 of 2 chunk KV could not be saved (a write failed)" in ran.err
+
+
 def test_chunk_kv_in_memory_alone_is_not_saved(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +285,7 @@ def test_chunk_kv_in_memory_alone_is_not_saved(
     tiers = (HostTierConfig(), DiskTierConfig(tmp_path / "file"))
     monkeypatch.setattr(KVOptions, "store_config", lambda *_: StoreConfig(tiers=tiers))
     ran = world.stored("--encoding", "isolated")
-    assert "2 of 2 chunk KV could not be saved (a tier could not be opened)" in ran.err
+    assert "2 of 2 chunk KV could not be saved (tier cannot be listed)" in ran.err
 
 
 def test_chunk_kv_that_the_codec_cannot_hold_is_said(

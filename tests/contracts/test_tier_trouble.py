@@ -111,8 +111,13 @@ def test_a_read_only_store_can_be_opened_and_read(
 
 def test_a_file_in_place_of_the_folder_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("not a folder")
-    with pytest.raises(TierError, match=r"cannot use .*store as a store: .*; give a folder"):
-        DiskTier(DiskTierConfig(tmp_path / "store"))
+    tier = DiskTier(DiskTierConfig(tmp_path / "store"))
+    for call in (tier.check, lambda: list(tier.scan())):
+        with pytest.raises(TierError, match=r"cannot use .*store as a store: .*; give a folder"):
+            call()
+    (tmp_path / "store").unlink()
+    assert list(tier.scan()) == []
+    assert tier.write(make_key(), [make_chunk().view]), "tried again, and made"
 
 
 def test_bytes_are_on_the_medium_before_their_name_is(

@@ -3,13 +3,16 @@
 import gc
 import threading
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import DiskTierConfig, FaultPlan
+from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
+from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
@@ -334,15 +337,27 @@ def test_no_fault_ever_gives_a_wrong_byte(tmp_path: Path, fault: str) -> None:
     store.close()
 
 
-def test_a_tier_that_cannot_be_opened_is_left_out_and_the_store_serves(
+def test_a_tier_that_cannot_be_used_is_said_once_and_the_store_serves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "store").write_text("a file, not a folder")
     with KVStore(make_config(tmp_path / "store")) as store:
-        assert store.save(make_chunk(0)).wait(5) is True  # in host memory
+        assert store.save(make_chunk(0)).wait(5) is False  # in host memory, which does not stay
         assert load_and_check(store, 0) == {0}
-        assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="open") == 1
+        assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="scan") == 1
     assert caplog.text.count("give a folder this user can read and write") == 1
+
+
+def test_a_tier_that_there_is_no_memory_for_is_left_out_and_the_store_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = make_config(tmp_path)
+    huge = HostTierConfig(10**9 << 30, pinned=False)
+    with KVStore(replace(cfg, tiers=(huge, *cfg.tiers[1:]))) as store:
+        assert store.save(make_chunk(0)).wait(5) is True
+        assert load_and_check(store, 0) == {0}
+        assert store.metrics.value("kv_tier_errors_total", tier="host", verb="open") == 1
+    assert caplog.text.count("a tier is left out") == 1
 
 
 def test_a_full_disk_is_said_once_and_serving_goes_on(
@@ -466,3 +481,33 @@ def test_a_cleared_store_holds_nothing_in_local_tiers(tmp_path: Path) -> None:
         store.check_integrity()
     with make_store(tmp_path) as store:
         assert load_and_check(store, 0, 1, 2) == set()
+
+
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_closed_store_gives_its_memory_back_before_any_garbage_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_leased: bool
+) -> None:
+    """A server that opens and closes knowledge bases had the host tiers of many at a time."""
+    taken: list[weakref.ref[object]] = []
+
+    def watched(size_bytes: int, *, pinned: bool) -> Memory:
+        memory = new_memory(size_bytes, pinned=pinned)
+        taken.append(weakref.ref(memory.view.obj))
+        return memory
+
+    monkeypatch.setattr("kvweave.kv.tiers.host.new_memory", watched)
+    monkeypatch.setattr("kvweave.kv.memory.new_memory", watched)  # of buffers that loads pass by
+    gc.disable()
+    try:
+        store = KVStore(make_config(tmp_path, host_chunks=2))
+        for number in range(4):
+            assert store.save(make_chunk(number), wait_s=5).wait(5)
+        leases = [store.acquire([make_key(number)]) for number in range(4)] if is_leased else []
+        assert load_and_check(store, 0, 1, 2, 3) == {0, 1, 2, 3}
+        assert len(taken) > 1, "host tier and staging"
+        store.close()
+        while leases:
+            leases.pop().release()
+        assert [each() for each in taken] == [None] * len(taken)
+    finally:
+        gc.enable()

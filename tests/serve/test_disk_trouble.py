@@ -3,19 +3,26 @@ is, with nothing half done, no path shown, and the others served."""
 
 import errno
 import sqlite3
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.corpus.kb_folder import writer_lock
+from kvweave.kv.keys import parse_key, tag_of
 from kvweave.serve.errors import without_paths
-from worlds.serving import KbServer, make_libraries, serving
+from worlds.permissions import closed_folder, plain_user
+from worlds.serving import KbServer, make_libraries, serving, user
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
 OTHER = {"title": "Quota", "text": "A quota limits the pods of a namespace."}
+THIRD = {"title": "Volumes", "text": "Volumes are mounted before a pod starts."}
 
 
 @pytest.fixture
@@ -114,6 +121,73 @@ def test_a_read_only_folder_is_a_503_and_the_document_stays(
     gone = httpx.delete(f"{place(own)}/{document['id']}", timeout=60)
     is_told(gone, 503, "read_only", own)
     assert titles(own) == ["Drain"]
+
+
+def ask(server: KbServer, question: str) -> dict[str, Any]:
+    """What `explain` says of the chunk that the answer was made from."""
+    body = {"messages": user(question), "kb": "notes", "k": 1, "max_tokens": 2, "temperature": 0}
+    body |= {"reuse": "reuse", "explain": True}
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    (chunk,) = reply.json()["explain"]["chunks"]
+    return dict(chunk)
+
+
+def upload_with_kv(server: KbServer, note: dict[str, str]) -> None:
+    reply = httpx.post(f"{place(server)}?wait_for_kv=true", json=note, timeout=60)
+    assert reply.status_code == 200, reply.text
+
+
+def is_resting(server: KbServer) -> bool:
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    (value,) = [line for line in lines if "kv_tier_resting" in line and 'tier="disk"' in line]
+    return float(value.split()[-1]) > 0
+
+
+def test_chunk_kv_that_cannot_be_read_at_the_start_is_found_again_without_a_restart(
+    own: KbServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for note in (NOTE, OTHER, THIRD):
+        upload_with_kv(own, note)
+    own.libraries.close()
+    usual = KVOptions.store_config
+    monkeypatch.setattr(
+        KVOptions, "store_config", lambda *of: replace(usual(*of), breaker_rest_s=0.02)
+    )
+    objects = own.root / "notes" / "kv" / "objects"
+    libraries = make_libraries(own.weave, own.root)
+    with plain_user(), serving(own.weave, libraries=libraries) as url:
+        server = KbServer(url, own.weave, libraries, own.root)
+        with closed_folder(objects):
+            libraries.open_ahead()
+            _goes_on_without(server)
+        give_up_s = time.monotonic() + 30
+        while is_resting(server):  # a question has the folder tried again
+            assert time.monotonic() < give_up_s, "not in use again"
+            ask(server, "drain a node?")
+        assert ask(server, "are volumes mounted?")["tier"] == "disk"
+        upload_with_kv(server, {"title": "Probe", "text": "A probe looks."})
+    libraries.close()
+    said = [r.getMessage() for r in caplog.records if "without a restart" in r.getMessage()]
+    assert len(said) == 1
+    assert "Permission denied" in said[0]
+    chunks = {tag_of(key) for path in objects.rglob("*.kv") if (key := parse_key(path.stem))}
+    assert len(chunks) == 3, "Drain, Volumes and Probe; not Quota, which went meanwhile, nor Pods"
+
+
+def _goes_on_without(server: KbServer) -> None:
+    chunk = ask(server, "drain a node?")
+    assert (chunk["tier"], chunk["why"]) == (None, "tier failed")
+    metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+    assert 'verb="scan"' in metrics
+    assert 'reason="tier failed"' in metrics
+    assert is_resting(server)
+    listed = httpx.get(place(server), timeout=60).json()["data"]
+    (quota,) = [each["id"] for each in listed if each["title"] == "Quota"]
+    assert httpx.delete(f"{place(server)}/{quota}", timeout=60).status_code == 200
+    # the disk owes the removal of its KV, which is no reason to refuse what comes
+    upload_with_kv(server, {"title": "Pods", "text": "Pods run."})
+    assert sorted(titles(server)) == ["Drain", "Pods", "Volumes"]
 
 
 def test_a_writer_elsewhere_is_a_409(own: KbServer) -> None:

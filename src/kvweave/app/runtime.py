@@ -125,6 +125,18 @@ class EngineClient:
             with self._lock:
                 self._askers.setdefault(catalogue, set()).add(namespace)
 
+    def end(self, catalogue: str) -> None:
+        """All that was in this catalogue is forgotten: so is the catalogue. Should it be asked
+        again after all, it is as one that is met for the first time."""
+        with self._lock:
+            self.heard.pop(catalogue, None)
+            self._askers.pop(catalogue, None)
+
+    def known_catalogues(self) -> set[str]:
+        """Those that something is remembered of."""
+        with self._lock:
+            return {*self.heard, *self._askers}
+
     def forget_of(self, catalogue: str, chunk_ids: Collection[ChunkId] | None) -> None:
         """As `forget`, for all namespaces that this catalogue's chunks were in prompts of."""
         with self._lock:

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -63,6 +63,10 @@ class TierSlot:
     budget: TierBudget | None  # None: a remote tier, which budgets and evicts by itself
     deadline_s: float  # a read that gives nothing for this long is a miss
     patience_s: float  # what one request waits for this tier in all
+    is_booked: bool  # the books know what lay there before: else it is neither read nor written
+    unbooked_deletes: set[ChunkKey] = field(
+        default_factory=set
+    )  # tried until then, perhaps in vain
 
     @property
     def name(self) -> str:
@@ -70,8 +74,9 @@ class TierSlot:
 
 
 def open_tiers(cfg: StoreConfig, metrics: Metrics) -> list[OpenTier]:
-    """Open every tier that can be used. One that cannot is counted, named in the log with what to
-    do about it, and left out: the store serves without it."""
+    """Open every tier that can be used. One that never will be (more host memory than there is) is
+    counted, named in the log with what to do about it, and left out: the store serves without it.
+    A folder or a server that does not answer now is opened all the same, see `stocktaking.py`."""
     opened: list[OpenTier] = []
     for tier_cfg in cfg.tiers:
         try:
@@ -100,6 +105,7 @@ def make_slot(opened: OpenTier, cfg: StoreConfig, metrics: Metrics) -> TierSlot:
         else TierBudget(capacity_bytes, open_policy(cfg.policy)),
         deadline_s=cfg.remote_deadline_s if tier.remote else cfg.local_deadline_s,
         patience_s=cfg.remote_budget_s if tier.remote else cfg.local_budget_s,
+        is_booked=capacity_bytes is None or not tier.durable,  # no books, or nothing from before
     )
 
 
@@ -331,7 +337,7 @@ class Inventory:
         """Raise AssertionError if books and tiers disagree."""
         with self.lock:
             for slot in self.slots:
-                if slot.budget is None:
+                if slot.budget is None or not slot.is_booked:
                     continue
                 slot.budget.check_integrity()
                 listed = {found.key for found in slot.tier.scan()}

@@ -114,6 +114,12 @@ class Loader:
         pinned = torch.cuda.is_available() if host is None else host.tier.pinned
         self._staging = BufferPool(cfg.staging_bytes, pinned=pinned)
 
+    def close(self) -> None:
+        """Nothing more is kept of what comes, and no buffers."""
+        with self._lock:
+            self.active.disown_all()
+        self._staging.close()
+
     # ---- leases
 
     def start(self, lease: Lease, first_layers: Sequence[int], extras: frozenset[str]) -> Transfer:

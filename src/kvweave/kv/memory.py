@@ -225,6 +225,12 @@ class BufferPool:
                 self._idle.setdefault(size, []).append(memory)
                 self._idle_bytes += size
 
+    def close(self) -> None:
+        """Keep no idle buffers any more."""
+        with self._lock:
+            self._keep_bytes = self._idle_bytes = 0
+            self._idle.clear()
+
 
 class Arena:
     """Where in one big buffer the next object goes: a best-fit allocator of offsets in

@@ -43,6 +43,23 @@ class Remover:
                 return self.delete_from_host(key)
         return bool(self._in_time(slot, lambda: self._delete_below(slot, key)))
 
+    def clean(self, slot: TierSlot, work: Callable[[], None]) -> None:
+        """Have `work` delete in a lower tier what no book knows of. Raises what it raises, and
+        TierError where it hangs: then it goes on by itself, and deletes behind it wait."""
+        raised: list[OSError | TierError] = []
+
+        def run() -> bool:
+            try:
+                work()
+            except (OSError, TierError) as error:
+                raised.append(error)
+            return True
+
+        if self._in_time(slot, run) is None:
+            raise TierError(f"a delete in {slot.tier.place} takes longer than {DELETE_S:g} s")
+        if raised:
+            raise raised[0]
+
     def _in_time(self, slot: TierSlot, work: Callable[[], bool | None]) -> bool | None:
         """What `work` says, which changes a lower tier. None: it hangs, and whoever waits for it
         (a request, the engine) goes on without; it keeps its turn until it is through."""
@@ -94,6 +111,13 @@ class Remover:
             self._host.budget.unreserve(self._host.budget.take_off(key))
         return True
 
+    def empty_host(self) -> None:
+        """Nothing is to be found in the host tier any more; what a lease holds goes with it."""
+        if self._host is not None:
+            with self._lock:
+                for key in list(self._host.budget):
+                    self.delete_from_host(key)
+
     def finish_delete(self, slot: TierSlot, key: ChunkKey, entry: TierEntry) -> None:
         """A doomed entry lost its last pin."""
         if self._inventory.is_host(slot):
@@ -120,6 +144,8 @@ class Remover:
         its bytes stay counted and are never served, and an eviction tries again."""
         with self._lock:
             size = self._inventory.take_off(slot, key)
+            if not slot.is_booked:
+                slot.unbooked_deletes.add(key)
         was_here = self.delete_quietly(slot, key)
         self._inventory.freed(slot, size)
         if was_here is None and size and slot.budget is not None:

@@ -144,8 +144,6 @@ class Saver:
             )
             for slot in inventory.below
         }
-        for slot in inventory.below:
-            self._take_stock(slot)
 
     # ---- host memory
 
@@ -297,6 +295,9 @@ class Saver:
                     return True
             if is_foreign and self._remover.remove_in_turn(slot, key) is None:
                 return False
+        if not slot.is_booked:  # how much room there is, nobody knows
+            self._inventory.count_dropped(slot, "tier cannot be listed")
+            return False
         if not slot.writes.allows():
             self._inventory.count_dropped(slot, "tier rests after failures")
             return False
@@ -367,26 +368,3 @@ class Saver:
         for writer in self.writers.values():
             of += [(p.key, provenance_in(p.header, p.memory)) for p in writer.pending()]
         return [(key, each) for key, each in of if each is not None]
-
-    def _take_stock(self, slot: TierSlot) -> None:
-        """Book what a tier holds from earlier; evict what exceeds the budget."""
-        if slot.budget is None:
-            return
-        try:
-            found = sorted(slot.tier.scan(), key=lambda o: o.written_s, reverse=True)
-        except TierError as error:
-            self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="scan")
-            slot.reads.failed(str(error), at_once=True)
-            return
-        surplus: list[tuple[ChunkKey, int]] = []
-        with self._lock:
-            for each in found:  # newest first: the oldest are the ones that do not fit
-                usage = self._inventory.usage.found(each.key, each.written_s, each.size_bytes)
-                if each.size_bytes <= slot.budget.free_bytes:
-                    slot.budget.add(each.key, each.size_bytes, usage, reserved=False)
-                else:
-                    surplus.append((each.key, each.size_bytes))
-        for key, _ in surplus:
-            self._remover.delete_quietly(slot, key)
-        if surplus:
-            self._inventory.count_evicted(slot, surplus)

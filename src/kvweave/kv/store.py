@@ -32,6 +32,7 @@ from kvweave.kv.provenance import Provenance, carries
 from kvweave.kv.removal import Remover
 from kvweave.kv.residency import Miss, Peek, Residency
 from kvweave.kv.saving import Saver
+from kvweave.kv.stocktaking import StockTaker
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Located, Locator
 from kvweave.kv.tiers import Tier
@@ -63,9 +64,11 @@ class KVStore:
         self._lock = self.inventory.lock
         self._locator = Locator(cfg.locate_deadline_s, self.metrics)
         self._saver = Saver(cfg, self.inventory, self.remover)
+        stock = StockTaker(self.inventory, self.remover)
+        stock.take_all()
         self._loader = Loader(cfg, self.inventory, self.remover, self._saver, self._locator)
         self._active = self._loader.active
-        self._finder = Finder(self.inventory, self._locator, self._active)
+        self._finder = Finder(self.inventory, self._locator, self._active, stock)
         self._orphans: queue.SimpleQueue[Holds] = queue.SimpleQueue()  # of leases never released
 
     # ---- reading
@@ -237,6 +240,15 @@ class KVStore:
         """The tiers that other machines share, in order."""
         return [slot.tier for slot in self.inventory.slots if slot.tier.remote]
 
+    def clean(self, place: str, work: Callable[[], None]) -> None:
+        """Have `work` delete, in the tier of this place, what the store does not know of. See
+        `Remover.clean`. Where no tier is there, nobody but the caller waits for it."""
+        slot = next((s for s in self.inventory.below if s.tier.place == place), None)
+        if slot is None:
+            work()
+        else:
+            self.remover.clean(slot, work)
+
     def places(self) -> set[str]:
         """Where its tiers are."""
         return {slot.tier.place for slot in self.inventory.slots}
@@ -275,13 +287,18 @@ class KVStore:
         return any(writer.hangs() for writer in self._saver.writers.values())
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish accepted writes for at most `timeout_s` per tier, then let go of everything."""
+        """Finish accepted writes for at most `timeout_s` per tier, then let go of everything. Its
+        memory is free when this returns, or with the last lease: who closes a store to open another
+        cannot wait for the garbage collector, which does not know how much hangs on an object."""
         for writer in self._saver.writers.values():
             writer.close(timeout_s)
         self._locator.close()
         self.remover.close()
         for slot in self.inventory.slots:
             slot.pool.close(1.0)
+        self._loader.close()
+        self.remover.empty_host()
+        for slot in self.inventory.slots:
             slot.tier.close()
 
     def __enter__(self) -> "KVStore":
@@ -337,7 +354,8 @@ class KVStore:
         for name, writer in self._saver.writers.items():
             self.metrics.gauge("kv_write_behind_bytes", writer.pending_bytes, tier=name)
         for slot in self.inventory.slots:
-            self.metrics.gauge("kv_tier_resting", slot.reads.is_open, tier=slot.name)
+            is_resting = slot.reads.is_open or not slot.is_booked
+            self.metrics.gauge("kv_tier_resting", is_resting, tier=slot.name)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if books and tiers disagree. For a store at rest: no load under way,
@@ -365,10 +383,14 @@ class KVStore:
 
 class Finder:
     """Where a chunk's KV is: in the books, on its way, or where only a tier can tell. Changes
-    nothing. Any thread; the inventory's lock is taken where it is not said to be held."""
+    nothing, but has books made that are due. Any thread; the inventory's lock is taken where it is
+    not said to be held."""
 
-    def __init__(self, inventory: Inventory, locator: Locator, active: ActiveLoads) -> None:
+    def __init__(
+        self, inventory: Inventory, locator: Locator, active: ActiveLoads, stock: StockTaker
+    ) -> None:
         self._inventory = inventory
+        self._stock = stock
         self._lock = inventory.lock
         self._locator = locator
         self._active = active
@@ -393,13 +415,15 @@ class Finder:
     def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
         """Ask the tiers for what is not in the books. The deleted that only await their last lease
         are not looked for: their bytes are still there."""
+        self._stock.take_again()
         budgets = self._inventory.budgets()
         with self._lock:
             entries = {key: [budget.find(key) for budget in budgets] for key in keys}
             foreign = frozenset(self._inventory.foreign)
         doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
         wanted = [key for key in keys if key not in doomed]
-        return self._locator.locate(self._inventory.below, wanted, foreign)
+        booked = [slot for slot in self._inventory.below if slot.is_booked]
+        return self._locator.locate(booked, wanted, foreign)
 
     def find(
         self, key: ChunkKey, located: dict[ChunkKey, Located]
@@ -416,6 +440,8 @@ class Finder:
     def why_absent(self, key: ChunkKey) -> Miss:
         """Lock is held."""
         for slot in self._inventory.slots:
+            if not slot.is_booked:  # it may have it
+                return Miss.TIER_FAILED
             if slot.reads.is_open and (slot.budget is None or key in slot.budget):
                 return Miss.TIER_FAILED
         return Miss.ABSENT

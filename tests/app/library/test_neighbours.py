@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ from kvweave.kv.format.header import parse_header
 from kvweave.kv.keys import parse_key
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.quarantine import Quarantine
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
@@ -38,6 +41,7 @@ from kvweave.types import Chunk, ChunkId
 from worlds import killed_removal
 from worlds.fuse import prefill_stored
 from worlds.killing import kill_at
+from worlds.permissions import closed_folder, plain_user
 from worlds.running import Run, run  # noqa: F401  (a fixture)
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder
@@ -490,22 +494,34 @@ def test_kv_in_host_memory_goes_too(opened: Open, docs: Path, decoder: Decoder) 
         assert all(peek.residency is Residency.ABSENT for peek in library.store.peek(keys))
 
 
+@contextmanager
+def unusable(objects: Path, how: str) -> Iterator[None]:
+    if how == "closed":
+        with plain_user(), closed_folder(objects):
+            yield
+    else:
+        shutil.rmtree(objects)
+        objects.write_text("in the way")
+        yield
+
+
 @pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("how", ["a file", "closed"])
 @pytest.mark.parametrize("encoding", ["isolated", "filler:1", f"neighbours:{SIZE}"])
-def test_kv_goes_from_memory_where_no_disk_tier_could_be_opened(
+def test_kv_goes_from_memory_where_the_disk_tier_cannot_be_used(
     opened: Open,
     docs: Path,
     tmp_path: Path,
     encoding: str,
+    how: str,
     killed: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with opened(encoding):
         pass
-    shutil.rmtree(tmp_path / "kb" / "kv" / "objects")
-    (tmp_path / "kb" / "kv" / "objects").write_text("in the way")
-    with opened(encoding) as library:
-        assert "a tier is left out" in caplog.text
+    objects = tmp_path / "kb" / "kv" / "objects"
+    with unusable(objects, how), opened(encoding) as library:
+        assert "give a folder this user can read and write" in caplog.text
         ingest(library, docs)
         encoder, chunks = library.encoder, chunks_of(library)
         evict = chunks["evict"].token_ids
@@ -545,6 +561,36 @@ def test_damaged_and_half_written_kv_goes_with_the_next_document_that_goes(
     with KnowledgeBase.open(library.kb.folder) as kb:
         remove_with_kv(kb, [kb.find(str(docs / "evict.txt"))[0].id])
     assert not any(part in data for data in kv_files(library.kb.folder).values())
+
+
+def test_a_removal_waits_for_no_disk_that_hangs_and_is_made_good_later(
+    opened: Open, docs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lay in quarantine was deleted on the thread of the request, however long that took."""
+    monkeypatch.setattr("kvweave.kv.removal.DELETE_S", 0.2)
+    go_on, real = threading.Event(), Quarantine.clear
+
+    def clear(self: Quarantine) -> int:
+        assert go_on.wait(60)
+        return real(self)
+
+    with opened() as library:
+        ingest(library, docs)
+        folder = library.kb.folder / "kv"
+        evict = chunks_of(library)["evict"]
+        key = library.encoder.key(evict.token_ids)
+        (folder / "quarantine").mkdir()
+        (folder / "quarantine" / f"{key.hex()}.1.kv").write_bytes(b"damaged")
+        monkeypatch.setattr(Quarantine, "clear", clear)
+        began_s = time.monotonic()
+        library.remove(str(docs / "evict.txt"))
+        assert time.monotonic() - began_s < 30, "nobody else waits"
+        assert "evict" not in chunks_of(library)
+        assert library.store.metrics.value("kv_tier_errors_total", verb="remove") == 1
+        go_on.set()
+        library.repair()
+        assert library.kv.sync().is_settled
+        assert not any(key.hex() in path.name for path in folder.rglob("*.kv"))
 
 
 def test_a_changed_document_leaves_no_kv_of_its_old_text_and_new_neighbours_are_found(

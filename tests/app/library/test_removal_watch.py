@@ -13,8 +13,10 @@ import pytest
 
 from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.app.library.kv_sync import KVSync, remove_with_kv
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -346,3 +348,23 @@ def test_a_server_that_slept_too_long_to_be_told_what_went_forgets_what_is_not_t
         for _ in range(2):  # the same text from the caller is the caller's own
             weave.ask("Well?", documents=[chunk.text], reuse="prefix", sampling=GREEDY)
         assert in_tree(weave, chunk)
+
+
+def test_nothing_is_remembered_of_knowledge_bases_that_were_deleted(
+    chat_model_folder: Path, tmp_path: Path
+) -> None:
+    """A few hundred bytes each, for as long as the server ran."""
+    decoder = load_decoder(chat_model_folder, device="cpu")
+    runtime = ModelRuntime(decoder, Tokenizer(chat_model_folder), "tiny")
+    with Weave(runtime) as whole:
+        config = LibrariesConfig(root=tmp_path, embedder="words", kv=KVOptions("isolated"))
+        libraries = Libraries(whole, config, open_embedder=lambda name: WordEmbedder())
+        for number in range(3):
+            libraries.ingest("", f"kb{number}", [TextSource(*DRAIN)])
+            with libraries.use("", f"kb{number}") as weave:
+                weave.ask("drain?", sampling=GREEDY)
+        assert len(runtime.client.known_catalogues()) == 3
+        for number in range(3):
+            libraries.delete("", f"kb{number}")
+        assert runtime.client.known_catalogues() == set()
+        libraries.close()

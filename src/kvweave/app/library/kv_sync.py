@@ -84,6 +84,7 @@ class KVSync:
         self._encodes = job.encodes
         self._forgotten = job.forgotten
         self._refresh = job.refresh
+        self._is_behind = False  # KV of what went earlier could not be deleted yet
         if job.refresh and not (job.encodes and self._neighbours is not None):
             raise ConfigError(
                 "only chunk KV behind neighbours can be refreshed; "
@@ -106,10 +107,24 @@ class KVSync:
         return has_settled and self._kb.catalogue.kv_pending() is None
 
     def before(self) -> None:
-        """Finish what an interrupted run left undone. Quick if there was none."""
+        """Finish what an interrupted run left undone. Quick if there was none. What a disk keeps
+        from being deleted is left to the next writer: documents come and go all the same."""
         if not self._is_settled_here:
-            self._settle_here()
+            with self._or_later():
+                self._settle_here()
         self._kept.pay(self._kb.catalogue.known)
+
+    @contextmanager
+    def _or_later(self) -> Iterator[None]:
+        """What a disk refuses is said and counted, and stays owed: nothing is settled. Copies in
+        memory go now."""
+        try:
+            yield
+        except (OSError, TierError) as error:
+            self._is_behind = True
+            folder = self._kb.folder
+            log.warning("%s: chunk KV of what was removed goes later: %s", folder, error)
+            self._kept.forget_at_hand()
 
     def _settle_here(self) -> None:
         num_deleted, is_flushed = 0, True
@@ -174,11 +189,13 @@ class KVSync:
             keys = self._keys_at_hand(users)
             self._table.drop(users | set(chunk_ids))
         num_deleted, is_flushed = 0, True
-        if chunk_ids and self._kept.may_have_objects():
-            is_flushed = self._kept.flush()
-            num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
+        with self._or_later():
+            if chunk_ids and self._kept.may_have_objects():
+                is_flushed = self._kept.flush()
+                num_deleted = self._kept.delete([*self._kept.of_chunks(chunk_ids), *keys])
         if is_flushed:  # else the next `before` looks again
-            self._settle()
+            if not self._is_behind:
+                self._settle()
             self._kept.pay(self._kb.catalogue.known)
         return num_deleted
 

@@ -69,6 +69,7 @@ class Library:
         self.kv = kv
         self._client = client
         self._is_settled = False
+        self._is_emptied = False  # by `remove_all`, most often for good
         self._uid = kb.catalogue.uid()
         self._tenant = kv.encoder.context.tenant_salt
         self.asked_by(self._tenant)
@@ -159,6 +160,8 @@ class Library:
 
     def close(self) -> None:
         self._removals.close()
+        if self._is_emptied:  # a server may make and delete knowledge bases without end
+            self._client.end(self._uid)
         self.kv.close()
         self.kb.close()
 
@@ -200,6 +203,7 @@ class Library:
         sync = self.kv.sync(SyncJob(forgotten=self._forget))
         remove_documents(self.kb, ids, sync)
         self.store.clear()  # what requests brought, and what was stored behind other preambles
+        self._is_emptied = True
         return not sync.is_owing
 
     def repair(self) -> None:

@@ -7,6 +7,7 @@ their way go too; remote tiers are told as soon as they answer (`kv_places.py`).
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from kvweave.app.library.kv_places import Known, KVPlaces, RemovalTarget, TierTarget
@@ -72,15 +73,35 @@ class StoredKV:
         unique = list(dict.fromkeys(keys))
         in_store = set() if self._store is None else self._store.places()
         deleted: set[ChunkKey] = set()
-        for folder in self._disks():
+
+        def clear(folder: Path) -> None:
             disk = DiskTier(DiskTierConfig(folder))  # sweeps what a dead writer left half-way
             disk.clear_quarantine()
             if disk.place not in in_store:
                 deleted.update(key for key in unique if disk.delete(key))
-        num_deleted = 0 if self._store is None else self._store.delete(unique)
-        for folder in self._disks():
+
+        def sync(folder: Path) -> None:
             DiskTier(DiskTierConfig(folder), sweep=False).sync_deletions(unique)
+
+        self._on_each_disk(clear)
+        num_deleted = 0 if self._store is None else self._store.delete(unique)
+        self._on_each_disk(sync)
         return max(num_deleted, len(deleted))
+
+    def _on_each_disk(self, work: Callable[[Path], None]) -> None:
+        """Raises TierError for one that hangs, where a store knows how long to wait for it."""
+        for folder in self._disks():
+            if self._store is None:
+                work(folder)
+            else:
+                self._store.clean(str(folder.absolute()), partial(work, folder))
+
+    def forget_at_hand(self) -> None:
+        """A disk cannot be looked through, which is counted: what an open store knows of chunks
+        that exist no more goes without it."""
+        if self._store is not None:
+            self._store.metrics.count("kv_tier_errors_total", tier="disk", verb="remove")
+            self._store.forget(None)
 
     # ---- elsewhere: remote tiers, engines
 

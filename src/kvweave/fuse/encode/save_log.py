@@ -59,10 +59,6 @@ class SaveLog:
         reasons = _reasons(metrics) if dropped else ()
         if num_open:
             reasons = (*reasons, "the tier is too slow")
-        is_left_out = metrics.value("kv_tier_errors_total", verb="open") > 0
-        if saved and is_left_out and not metrics.value("kv_saves_total"):  # host memory alone
-            saved, dropped = 0, dropped + saved
-            reasons = (*reasons, "a tier could not be opened")
         return Saves(saved, dropped, reasons)
 
     def _settle(self) -> None:

@@ -17,8 +17,9 @@ __all__ = ["Reader", "StoredObject", "Tier", "open_tier"]
 def open_tier(cfg: TierConfig) -> Tier:
     """The tier a config asks for. Imports only what that tier needs.
 
-    Raises TierError if the place cannot be used, ConfigError if the setting cannot be meant.
-    Remote tiers connect on first use, so a server that is down is found out by the first call.
+    Raises TierError if there is not the memory, ConfigError if the setting cannot be meant. A
+    folder that cannot be read and a server that is down may be back later: they are found out by
+    the first call, or by `check`.
     """
     match cfg:
         case HostTierConfig():

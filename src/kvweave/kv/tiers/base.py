@@ -116,7 +116,8 @@ class Tier(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise TierError unless the tier answers now: a server that is there and lets us in."""
+        """Raise TierError unless the tier answers now: a server that is there and lets us in, a
+        folder that can be read."""
         ...
 
     def close(self) -> None:

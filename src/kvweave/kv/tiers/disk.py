@@ -67,7 +67,8 @@ class DiskReader:
 class DiskTier:
     """A folder of objects. Several processes may share it.
 
-    A folder that can be read but not written serves reads; each write raises TierError.
+    A folder that can be read but not written serves reads; each write raises TierError. One that
+    cannot be read either is opened all the same: `check` and `scan` try it again.
     """
 
     durable: ClassVar[bool] = True
@@ -86,21 +87,10 @@ class DiskTier:
         self._files = DurableFiles(cfg.root, self._listing, fsync=cfg.fsync)
         self._aside = Quarantine(cfg.root / "quarantine", cfg.quarantine_bytes, self._listing)
         self._flags = os.O_RDONLY | os.O_CLOEXEC
-        try:
-            for folder in (self._objects, self._files.tmp):
-                self._files.make_folder(folder)
-            os.listdir(self._objects)
-        except OSError as error:
-            if not _readable(self._objects):
-                raise TierError(
-                    f"cannot use {cfg.root} as a store: {error.strerror}; "
-                    "give a folder this user can read and write"
-                ) from error
-            log.warning("%s cannot be written (%s): reading only", cfg.root, error.strerror)
-        if sweep:
-            self._files.sweep()
-        if cfg.direct_io:
-            self._flags |= self._direct_flag()
+        self._sweeps = sweep
+        self._is_ready = False
+        with suppress(TierError):
+            self.check()
 
     def size(self, key: ChunkKey) -> int | None:
         try:
@@ -160,6 +150,8 @@ class DiskTier:
         return True
 
     def scan(self) -> Iterator[StoredObject]:
+        if not self._is_ready:
+            self.check()
         for entry in self._listing.files(self._objects):
             key = parse_key(entry.name.removesuffix(_SUFFIX))
             if key is None or not entry.name.endswith(_SUFFIX):
@@ -177,7 +169,25 @@ class DiskTier:
         return among((each.key for each in self.scan()), tags)
 
     def check(self) -> None:
-        """Opened is usable."""
+        try:
+            if not self._is_ready:
+                for folder in (self._objects, self._files.tmp):
+                    self._files.make_folder(folder)
+            os.listdir(self._objects)
+        except OSError as error:
+            if not _readable(self._objects):
+                raise TierError(
+                    f"cannot use {self._cfg.root} as a store: {error.strerror}; "
+                    "give a folder this user can read and write"
+                ) from error
+            log.warning("%s cannot be written (%s): reading only", self._cfg.root, error.strerror)
+        if self._is_ready:
+            return
+        if self._sweeps:
+            self._files.sweep()
+        if self._cfg.direct_io:
+            self._flags |= self._direct_flag()
+        self._is_ready = True
 
     def close(self) -> None:
         """Nothing is held between calls."""

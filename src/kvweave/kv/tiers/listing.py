@@ -32,7 +32,12 @@ class Listing:
             self.skip(folder, error)
             return
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
+            try:
+                is_folder = entry.is_dir(follow_symlinks=False)
+            except OSError as error:  # on a file system that does not tell what a name stands for
+                self.skip(folder, error)
+                return
+            if is_folder:
                 yield from self.files(Path(entry.path))
             else:
                 yield entry
