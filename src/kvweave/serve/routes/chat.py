@@ -7,7 +7,7 @@ Python callers have it too, and what it means if it is left out, is decided in `
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import PieceStream
@@ -32,6 +32,7 @@ from kvweave.serve.wire.chat import (
     ReplyMessage,
     TopLogprob,
 )
+from kvweave.serve.wire.compare import CompareRequest
 from kvweave.serve.wire.explain import explain_of
 from kvweave.serve.wire.sources import sources_out
 from kvweave.serve.wire.tools import call_out
@@ -43,6 +44,9 @@ LONGEST_CONVERSATION_ID = 256
 SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found")
 OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
+
+
+Named = TypeVar("Named", ChatRequest, CompareRequest)  # may name a model, a knowledge base
 
 
 class AnswerMeasure(NamedTuple):
@@ -93,7 +97,7 @@ def read_chat(
     return _over_chunks(request, drawn, context, tenant, measure)
 
 
-def over_kb(request: ChatRequest, asked: ModelRef) -> ChatRequest:
+def over_kb(request: Named, asked: ModelRef) -> Named:
     """The request with what its model's name means: a model that is served, and perhaps a knowledge
     base."""
     kb = request.kb if asked.kb is None else asked.kb
@@ -227,8 +231,9 @@ def _over_chunks(
     def start(sampling: Sampling) -> PieceStream:
         question, asked = str(turns[-1]["content"]), AskOptions(**options, sampling=sampling)
         if request.kb is None:
+            reuse, ratio, model = asked.get("reuse"), asked.get("ratio"), asked.get("model")
             try:
-                context.weave.check_strategy(asked.get("reuse"), asked.get("ratio"))
+                context.weave.check_strategy(reuse, ratio, model)
             except ConfigError as error:
                 raise RequestError(str(error)) from error
             return context.weave.stream(question, **asked)
