@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from kvweave.app.model_set import ModelSet
 from worlds.browsing import NARROW, WIDE, Visiting
@@ -42,6 +42,10 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KbServer]:
     models.close()
 
 
+def model(page: Page) -> Locator:
+    return page.get_by_role("combobox", name="Model", exact=True)
+
+
 def ask(page: Page, question: str) -> None:
     page.get_by_label("Your question").fill(question)
     page.get_by_role("button", name="Ask", exact=True).click()
@@ -52,8 +56,8 @@ def test_the_chosen_model_answers_and_the_choice_is_remembered(
 ) -> None:
     with visit(several.url) as v:
         page = v.go("chat/new")
-        expect(page.get_by_label("Model")).to_have_value("tiny")
-        page.get_by_label("Model").select_option("twin")
+        expect(model(page)).to_have_value("tiny")
+        model(page).select_option("twin")
         expect(page.get_by_label("Knowledge base")).to_have_value(KB)
         ask(page, "what is a taint?")
         answer = page.locator(DONE)
@@ -64,7 +68,7 @@ def test_the_chosen_model_answers_and_the_choice_is_remembered(
         expect(page.locator(".details-head")).to_contain_text("twin")
         page = v.go("chat/new")
         page.reload()
-        expect(page.get_by_label("Model")).to_have_value("twin")
+        expect(model(page)).to_have_value("twin")
 
 
 def test_a_knowledge_base_of_another_tokenizer_is_not_offered(
@@ -74,19 +78,19 @@ def test_a_knowledge_base_of_another_tokenizer_is_not_offered(
         page = v.go("chat/new")
         kb = page.get_by_label("Knowledge base")
         expect(kb).to_have_value(KB)
-        page.get_by_label("Model").select_option("apart")
+        model(page).select_option("apart")
         expect(kb).to_have_value("")
         expect(kb.locator("option", has_text="for other models")).to_be_disabled()
         ask(page, "hello?")
         expect(page.locator(DONE).locator(".chip", has_text="apart")).to_be_visible()
-        page.get_by_label("Model").select_option("tiny")
+        model(page).select_option("tiny")
         expect(kb).to_have_value(KB)
 
 
 def test_ways_are_compared_with_the_chosen_model(visit: Visiting, several: KbServer) -> None:
     with visit(several.url) as v:
         page = v.go("compare")
-        page.get_by_label("Model").select_option("twin")
+        model(page).select_option("twin")
         page.get_by_label("Question").fill("how do I drain a node?")
         with page.expect_request("**/v1/compare") as sent:
             page.get_by_role("button", name="Run 3 ways").click()
@@ -105,20 +109,20 @@ def test_figures_are_those_of_the_chosen_model(visit: Visiting, several: KbServe
     answered(several.url, model="apart", messages=[{"role": "user", "content": words}])
     tree = f"{several.url}/v1/tree"
     nodes = {
-        model: len(httpx.get(tree, params={"model": model}, timeout=60).json()["nodes"])
-        for model in ("tiny", "apart")
+        name: len(httpx.get(tree, params={"model": name}, timeout=60).json()["nodes"])
+        for name in ("tiny", "apart")
     }
     with visit(several.url) as v:
         page = v.go("cache")
-        page.get_by_label("Model").select_option("apart")
+        model(page).select_option("apart")
         expect(page.get_by_role("treeitem")).to_have_count(nodes["apart"])
         expect(page.get_by_text("last 30 minutes, all models")).to_be_visible()
         v.keep("models-cache")
-        page.get_by_label("Model").select_option("tiny")
+        model(page).select_option("tiny")
         expect(page.get_by_text(f"{KB} · host")).to_be_visible()
         page = v.go("quality")
-        with page.expect_response("**/v1/quality*") as told:
-            page.get_by_label("Model").select_option("twin")
+        with page.expect_response("**/v1/quality*model=twin*") as told:
+            model(page).select_option("twin")
         assert told.value.json()["model"] == "twin"
         expect(page.get_by_text("No curve is known for twin")).to_be_visible()
         v.keep("models-quality")
@@ -136,7 +140,7 @@ def test_the_choice_fits(visit: Visiting, several: KbServer, size: dict[str, int
     with visit(several.url, viewport=size) as v:
         for place in ("chat/new", "compare", "cache", "quality", "system"):
             page = v.go(place)
-            expect(page.get_by_label("Model")).to_be_visible()
+            expect(model(page)).to_be_visible()
             page.wait_for_timeout(150)  # charts measure their width first
             v.keep(f"models-{place.partition('/')[0]}-{size['width']}")
             assert page.evaluate(width) <= size["width"], place
@@ -147,4 +151,4 @@ def test_one_model_leaves_nothing_to_choose(visit: Visiting, tiny: KbServer, not
         for place in ("chat/new", "compare", "cache", "quality", "system"):
             page = v.go(place)
             expect(page.get_by_role("heading", level=1)).to_be_visible()
-            expect(page.get_by_label("Model")).to_have_count(0)
+            expect(model(page)).to_have_count(0)

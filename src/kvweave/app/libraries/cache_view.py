@@ -49,11 +49,11 @@ def tier_lines(libraries: Libraries, model: str, tenant: str) -> list[TierLine]:
     return lines
 
 
-def misses(libraries: Libraries, model: str, tenant: str) -> dict[str, int]:
-    """Chunk KV of one model that was wanted and not there, by reason, of what is open now."""
+def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
+    """Chunk KV that was wanted and not there, by reason, of what is open now."""
     found: dict[str, int] = {}
     with libraries.open_of(tenant) as hosts:
-        for _, weave in _over(hosts, model):
+        for weave in (each for _, host in hosts for each in host.engines):
             for sample in weave.library.store.metrics.snapshot():
                 if sample.name == "kv_misses_total":
                     reason = dict(sample.labels)["reason"]

@@ -48,8 +48,8 @@ def watching_routes(context: Context) -> APIRouter:
 
     @routes.get("/stats")
     async def stats(request: Request, model: str | None = None) -> StatsOut:
-        """Load, caches, and the last half hour. Of several models, the engine, tiers, misses and
-        evictions are of one; answers, their tokens and the half hour of all together."""
+        """Load, caches, and the last half hour. Of several models, the engine, tiers and evictions
+        are of one; answers, their tokens, misses and the half hour of all together."""
         return await tasks.run(
             partial(_stats, context, of(model), tenant_of(request.scope)),
             client=client_of(request.scope),
@@ -105,7 +105,7 @@ def _stats(context: Context, weave: Weave, tenant: str) -> StatsOut:
             )
             for line in tier_lines(libraries, weave.model_name, tenant)
         ],
-        misses=misses(libraries, weave.model_name, tenant),
+        misses=misses(libraries, tenant),
         degradations=totals.whys,
         series=SeriesOut.model_validate(series.series(tenant)._asdict()),
         evictions=[

@@ -38,7 +38,7 @@ export function Cache() {
         "computed"].map((name) => timed(name, name, data.series, name))} formatY=${short}
         formatX=${clockOf} /></section>
       <section class="card"><header><h2>Misses by reason</h2>
-        <span class="tiny faint">since the start</span></header>
+        <span class="tiny faint">since the start${ofAll}</span></header>
         <${Misses} misses=${data.misses} degradations=${data.degradations} /></section>
       <${HottestChunks} /></div>
       <section class="card"><header><h2>Evictions</h2>

@@ -26,8 +26,9 @@ export function System() {
         <${Tile} name="Process memory" value=${bytes(now.rss_bytes)} />
           <${Tile} name="Exact KV in the pool" value=${bytes(now.device_bytes)} />
           <${Tile} name="Exact KV in host memory" value=${bytes(now.host_bytes)} /></dl>
-      ${hasSeveral() && html`<p class="tiny faint">Batch, exact KV and pages are those of
-        ${model.name}; the rest is of all models together.</p>`}
+      ${hasSeveral() && html`<p class="tiny faint">
+        Batch, exact KV and pages are those of ${model.name}; the rest is of all models together.
+        </p>`}
       <div class="grid two"><section class="card"><header><h2>Tokens per second</h2>
         <span class="tiny faint">last 30 minutes</span></header>
         <${Curves} label="Tokens per second over the last 30 minutes"
