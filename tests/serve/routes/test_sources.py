@@ -87,8 +87,22 @@ def test_documents_of_the_request_are_sources_without_an_id_or_a_score(url: str)
     assert sources[1]["span"] != sources[2]["span"], "brought twice, it stands there twice"
 
 
-def test_a_chat_without_chunks_has_none(url: str) -> None:
-    assert ask(url)["sources"] == []
+def test_a_chat_without_chunks_says_nothing_of_them(url: str) -> None:
+    """Open WebUI puts its own `sources` beside what a reply has, and a reply's go before."""
+    assert not {"sources", "nothing_found", "query"} & set(ask(url))
+
+
+def test_questions_that_were_not_answered_are_one_with_the_next(url: str) -> None:
+    """Open WebUI leaves an answer out that failed, or was stopped before its first word."""
+    unanswered = [{"role": "user", "content": text} for text in ("How do I drain?", "And a port?")]
+    before = [*user("Hello?"), {"role": "assistant", "content": "Hello!"}]
+    documents = [{"title": "Ports", "text": "A port is open."}]
+    for history in ([], before):
+        apart = ask(url, documents=documents, messages=[*history, *unanswered])
+        joined = [*history, *user("How do I drain?\n\nAnd a port?")]
+        whole = ask(url, documents=documents, messages=joined)
+        assert apart["choices"] == whole["choices"]
+        assert apart["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
 def test_a_chunk_that_the_history_holds_is_a_source_where_it_stands(filled: KbServer) -> None:

@@ -246,7 +246,7 @@ def _turns(
     messages: Sequence[ChatMessage],
 ) -> tuple[str | None, list[dict[str, Any]], list[dict[str, Any]]]:
     """The system message, if there is one; the turns, a user's last; calls and results since."""
-    said = [message.as_message() for message in messages]
+    said = _joined([message.as_message() for message in messages])
     first = 1 if said[0]["role"] == "system" else 0
     asked = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
     turns, since = said[first : asked + 1], said[asked + 1 :]
@@ -260,6 +260,19 @@ def _turns(
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
     return said[0]["content"] if first else None, turns, since
+
+
+def _joined(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With questions that were not answered in one with the next: clients leave an answer out that
+    failed, or was stopped before its first word."""
+    joined: list[dict[str, Any]] = []
+    for message in said:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            content = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**message, "content": content}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _documents(request: ChatRequest) -> list[Document] | None:
@@ -302,6 +315,7 @@ class ChatFormat:
         )
         self._model = model.model
         self._request = request
+        self._is_over_chunks = request.kb is not None or request.documents is not None
         self._keep = keep
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
@@ -323,7 +337,7 @@ class ChatFormat:
             model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
-            sources=sources_out(answers[0].sources),
+            sources=sources_out(answers[0].sources) if self._is_over_chunks else None,
             nothing_found=answers[0].nothing_found,
             query=answers[0].query,
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
@@ -361,7 +375,7 @@ class ChatFormat:
         if index == 0:
             self._finished(answers[index], job)
         end = self._head.end(index, {"delta": {}}, answers[index])
-        if index == 0 and (self._request.kb is not None or self._request.documents is not None):
+        if index == 0 and self._is_over_chunks:
             end["sources"] = [s.model_dump() for s in sources_out(answers[0].sources)]
             end["nothing_found"] = answers[0].nothing_found
             end["query"] = answers[0].query
