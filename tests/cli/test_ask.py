@@ -83,7 +83,7 @@ def test_json_names_the_sources(run: Run, chat_model_folder: Path, tmp_path: Pat
     )
     said = json.loads(ran.out)
     (source,) = said["sources"]
-    assert (source["title"], source["cited_as"], source["document"]) == ("a.txt", 1, None)
+    assert (source["title"], source["cited_as"], source["document_id"]) == ("a.txt", 1, None)
     chunk = said["explain"]["chunks"][0]
     assert source["span"] == [chunk["start"], chunk["start"] + chunk["tokens"]]
     assert source["fate"] == chunk["state"]

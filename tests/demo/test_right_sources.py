@@ -71,7 +71,7 @@ def test_the_readme_s_examples(real: Weave, tmp_path: Path) -> None:
         assert found.sources[0].title == "Anna"
         where = kb.ask("Where does chunk KV live?", sampling=SHORT)
         pages = {d.id: Path(d.source).name for d in kb.kb.documents()}
-        named = [pages[source.document] for source in where.sources if source.document is not None]
+        named = [pages[s.document_id] for s in where.sources if s.document_id is not None]
         assert "store.md" in named or "corpus.md" in named, named
 
 

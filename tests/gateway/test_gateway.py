@@ -89,9 +89,9 @@ def test_a_reply_names_its_sources_as_the_engine_does(
     assert [s["fate"] for s in through] == [None, None]
     documents = httpx.get(f"{filled.url}/v1/kb/cluster/documents", timeout=60).json()["data"]
     titles = {document["id"]: document["title"] for document in documents}
-    assert [titles[s["document"]] for s in through] == [s["title"] for s in through]
+    assert [titles[s["document_id"]] for s in through] == [s["title"] for s in through]
     (brought,) = chat(filled.url, "Why?", documents=[NOTES[0]["text"]])["sources"]
-    assert (brought["document"], brought["score"], brought["cited_as"]) == (None, None, 1)
+    assert (brought["document_id"], brought["score"], brought["cited_as"]) == (None, None, 1)
     body = {"messages": user("Why?"), "kb": "cluster", "k": 1, "stream": True, **GREEDY}
     reply = httpx.post(f"{filled.url}/v1/chat/completions", json=body, timeout=60).text
     events = [json.loads(e[6:]) for e in reply.split("\n\n") if e.startswith("data: {")]

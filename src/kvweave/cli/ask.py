@@ -226,7 +226,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
     if asked.as_json:
         about = {"model": weave.model_name, "question": asked.question}
-        held = dict.fromkeys(s.document for s in answer.sources if s.document is not None)
+        held = dict.fromkeys(s.document_id for s in answer.sources if s.document_id is not None)
         named = list(asked.files) or list(held)
         told = {**about, "documents": named, **_as_document(answer, waited)}
         sys.stdout.write(json.dumps(told, indent=2) + "\n")

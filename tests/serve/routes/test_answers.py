@@ -146,7 +146,7 @@ def test_an_answer_from_a_deleted_document_is_no_longer_told(kb_server: KbServer
     assert httpx.post(base, json=note, timeout=60).status_code == 200
     reply = ask(kb_server.url, "When is the merger?", kb="gone")
     assert "Umbra" in "".join(details(kb_server.url, reply["id"])["tokens"]["texts"])
-    httpx.delete(f"{base}/{reply['sources'][0]['document']}", timeout=60).raise_for_status()
+    httpx.delete(f"{base}/{reply['sources'][0]['document_id']}", timeout=60).raise_for_status()
     assert httpx.get(f"{kb_server.url}/v1/answers/{reply['id']}").status_code == 404
     listed = httpx.get(f"{kb_server.url}/v1/answers").json()["answers"]
     assert reply["id"] not in {a["id"] for a in listed}
@@ -200,7 +200,7 @@ def test_deletions_of_one_tenant_hide_its_own_answers_alone(guarded: str) -> Non
         base = f"{guarded}/v1/kb/gone/documents"
         assert httpx.post(base, json=note, headers=headers, timeout=60).status_code == 200
         asked[key] = ask(guarded, "When is the merger?", key=key, kb="gone")
-    document = asked["sk-acme-1"]["sources"][0]["document"]
+    document = asked["sk-acme-1"]["sources"][0]["document_id"]
     headers = {"Authorization": "Bearer sk-acme-1"}
     httpx.delete(f"{base}/{document}", headers=headers, timeout=60).raise_for_status()
     path = f"{guarded}/v1/answers"

@@ -37,7 +37,7 @@ class AnswerSource:
     """One of the chunks that an answer was made from."""
 
     cited_as: int  # from 1, in the order that the search gave, or the caller
-    document: DocumentId | None  # None: the caller brought it
+    document_id: DocumentId | None  # None: the caller brought it
     title: str
     chunk: ChunkId
     score: float | None  # of the search; None: the caller brought it
@@ -85,7 +85,7 @@ def routed_sources(
         sources.append(
             AnswerSource(
                 cited_as=number,
-                document=chunk.document,
+                document_id=chunk.document,
                 title=chunk.title,
                 chunk=name,
                 score=chunk.score,
@@ -102,7 +102,7 @@ def _source(
 ) -> AnswerSource:
     return AnswerSource(
         cited_as=number,
-        document=chunk.document,
+        document_id=chunk.document,
         title=chunk.title,
         chunk=chunk.id or make_chunk_id(chunk.token_ids),
         score=chunk.score,

@@ -10,7 +10,9 @@ class SourceOut(Outgoing):
     """One of the chunks that an answer was made from."""
 
     cited_as: int  # from 1, best first
-    document: str | None  # its id in the knowledge base; null: the request brought it
+    # in the knowledge base; null: the request brought it. Not `document`: sources of Open WebUI have
+    # a list of texts there, and its page breaks at anything else
+    document_id: str | None
     title: str
     chunk: str  # id
     score: float | None  # of the search; null: the request brought it
