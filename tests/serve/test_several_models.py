@@ -14,6 +14,8 @@ from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.model_set import ModelSet
 from kvweave.app.weave import Sampling
+from kvweave.calibrate.layer_profile import LayerProfile
+from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.config import EngineSettings, ModelChoice, WeaveConfig
 from kvweave.errors import ConfigError
 from worlds.serving import make_weave, serving, user
@@ -22,6 +24,10 @@ from worlds.tiny_models import make_chat_model_folder, make_model_folder, make_t
 
 ZORB = {"title": "Zorbs", "text": "A zorb is a small round tool. It is 14 cm wide."}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+LAYERS = LayerProfile(
+    4, 2000.5, (0.1, 0.3), (0.0, 0.2), (0.2, 0.4), (1, 0), (0.3, 0.31), 0.25, 0.35, (1,)
+)
+PROFILED = "qcfuse"  # a strategy for models whose layers were measured
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +47,19 @@ def folders(chat_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def models(folders: dict[str, Path]) -> Iterator[ModelSet]:
-    made = ModelSet([make_weave(folder, name=name) for name, folder in folders.items()])
-    yield made
-    made.close()
+def models(
+    folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ModelSet]:
+    """The layers of `twin` were measured, those of the others not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVWEAVE_HOME", str(tmp_path_factory.mktemp("home")))
+        made = ModelSet([make_weave(folder, name=name) for name, folder in folders.items()])
+        runtime = made.of("twin").runtime
+        weights = runtime.decoder.weights.fingerprint
+        profile = Profile("twin", weights, runtime.tokenizer.fingerprint, LAYERS)
+        save_profile(user_path(weights), profile)
+        yield made
+        made.close()
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +79,24 @@ def client(models: ModelSet, libraries: Libraries) -> Iterator[OpenAI]:
     ):
         made.post("/kb/notes/documents", body=ZORB, cast_to=httpx.Response)
         yield made
+
+
+def told(client: OpenAI, what: str, status: int = 200, **query: Any) -> Any:
+    reply = httpx.get(f"{client.base_url}{what}", params=query, timeout=60)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def compared(client: OpenAI, status: int = 200, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a comparison, or what is wrong with it."""
+    body = {"messages": user("How wide is a zorb?"), "max_tokens": 6, **fields}
+    body.setdefault("ways", [{"reuse": "full"}, {"reuse": "reuse"}])
+    reply = httpx.post(f"{client.base_url}compare", json=body, timeout=60)
+    assert reply.status_code == status, reply.text
+    if status != 200:
+        return [reply.json()["error"]]
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
 def said(client: OpenAI, model: str, question: str = "How wide?") -> Any:
@@ -141,22 +174,82 @@ def test_answers_of_each_can_be_looked_at(client: OpenAI) -> None:
 
 
 def test_load_tree_and_quality_are_told_of_the_model_that_is_named(client: OpenAI) -> None:
-    def told(what: str, status: int = 200, **query: Any) -> Any:
-        reply = httpx.get(f"{client.base_url}{what}", params=query, timeout=60)
-        assert reply.status_code == status, reply.text
-        return reply.json()
-
     question = "Tell me all about the slow red hen, and then about the busy bee. " * 3
     said(client, "twin", question)
-    trees = {name: told("tree", model=name)["nodes"] for name in ("tiny", "twin", "apart")}
-    assert told("tree")["nodes"] == trees["tiny"]
+    trees = {name: told(client, "tree", model=name)["nodes"] for name in ("tiny", "twin", "apart")}
+    assert told(client, "tree")["nodes"] == trees["tiny"]
     ids = {name: {node["id"] for node in nodes} for name, nodes in trees.items()}
     assert ids["twin"] - ids["tiny"], "what twin alone was asked"
-    assert told("quality", model="twin")["model"] == "twin"
-    assert told("quality")["model"] == "tiny"
-    assert told("stats", model="apart")["now"]["pages"]["total"] > 0
-    assert told("stats", 404, model="other")["error"]["code"] == "model_not_found"
-    assert "leave out" in told("quality", 400, model="twin", kb="notes")["error"]["message"]
+    assert told(client, "quality", model="twin")["model"] == "twin"
+    assert told(client, "quality")["model"] == "tiny"
+    assert told(client, "stats", model="apart")["now"]["pages"]["total"] > 0
+    assert told(client, "stats", 404, model="other")["error"]["code"] == "model_not_found"
+
+
+def test_quality_over_a_knowledge_base_is_of_the_model_that_is_named(client: OpenAI) -> None:
+    assert told(client, "quality", kb="notes")["model"] == "tiny"
+    assert told(client, "quality", kb="notes", model="twin")["model"] == "twin"
+    refused = told(client, "quality", 400, kb="notes", model="apart")["error"]["message"]
+    assert "ask 'tiny' or 'twin'" in refused
+
+
+def test_tiers_are_those_of_the_model_that_is_named(client: OpenAI) -> None:
+    url = f"{client.base_url}kb/tiers/documents"
+    assert httpx.post(url, params={"wait_for_kv": True}, json=ZORB, timeout=60).status_code == 200
+
+    def in_memory(model: str) -> list[int]:
+        tiers = told(client, "stats", model=model)["tiers"]
+        return [each["bytes"] for each in tiers if (each["kb"], each["tier"]) == ("tiers", "host")]
+
+    (own,) = in_memory("tiny")
+    assert own > 0
+    assert in_memory("twin") == [], "it has not opened it"
+    told(client, "quality", kb="tiers", model="twin")
+    assert in_memory("twin") == [0], "now it has; what was made is the first's"
+    assert httpx.delete(f"{client.base_url}kb/tiers", timeout=60).status_code == 200
+
+
+def test_ways_are_compared_with_the_model_that_is_named(client: OpenAI) -> None:
+    for fields in ({"model": "twin", "kb": "notes"}, {"model": "twin@notes"}):
+        done = [event["done"] for event in compared(client, **fields) if "done" in event]
+        full = said(client, "twin@notes", "How wide is a zorb?")
+        assert done[0]["answer"] == full.choices[0].message.content
+        assert [told(client, f"answers/{each['id']}")["model"] for each in done] == ["twin"] * 2
+    usual = [event["done"] for event in compared(client, kb="notes") if "done" in event]
+    assert told(client, f"answers/{usual[0]['id']}")["model"] == "tiny"
+    documents = [{"text": ZORB["text"]}]
+    events = compared(client, model="apart", documents=documents)
+    assert [event["way"] for event in events if "quality" in event] == [0, 1]
+    (unknown,) = compared(client, 404, model="nobody", kb="notes")
+    assert unknown["code"] == "model_not_found"
+    (differ,) = compared(client, 400, model="tiny@notes", kb="going")
+    assert "'tiny@notes' and 'kb' 'going' differ" in differ["message"]
+    (unfit,) = compared(client, 400, model="apart@notes")
+    assert "ask 'tiny' or 'twin'" in unfit["message"]
+
+
+def test_a_strategy_is_refused_by_the_model_that_is_not_ready_for_it(client: OpenAI) -> None:
+    ways = {
+        each["name"]: [way["name"] for way in each["strategies"]]
+        for each in told(client, "info")["models"]
+    }
+    assert [name for name in ways if PROFILED in ways[name]] == ["twin"]
+    for over in ({"kb": "notes"}, {"documents": [{"text": ZORB["text"]}]}):
+        asked = {"ways": [{"reuse": "full"}, {"reuse": PROFILED}], **over}
+        (refused,) = compared(client, 400, model="tiny", **asked)
+        assert "kvweave calibrate" in refused["message"]
+        events = compared(client, model="twin", **asked)
+        assert [event["way"] for event in events if "quality" in event] == [0, 1]
+
+
+def test_the_page_hears_of_all_models_and_what_each_answers_from(client: OpenAI) -> None:
+    info = told(client, "info")
+    models = info["models"]
+    assert [each["name"] for each in models] == ["tiny", "twin", "apart"]
+    for field in ("context", "dial", "strategies"):
+        assert models[0][field] == info[field]
+    assert {each["context"] for each in models} == {512}
+    assert told(client, "kb/notes")["models"] == ["tiny", "twin"]
 
 
 def test_two_models_of_one_name_are_refused(folders: dict[str, Path]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 from torch import Tensor
 
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.weave import Weave
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @contextmanager
 def serving(
-    weave: Weave,
+    weave: ModelHost,
     limits: Limits | None = None,
     *,
     libraries: Libraries | None = None,
@@ -112,7 +113,9 @@ class KbServer:
     root: Path
 
 
-def make_libraries(weave: Weave, root: Path, background: BackgroundKV | None = None) -> Libraries:
+def make_libraries(
+    weave: ModelHost, root: Path, background: BackgroundKV | None = None
+) -> Libraries:
     """Small chunks of KV without a filler, which a context of 512 tokens has no room for."""
     kv = KVOptions("isolated", background=background)
     config = LibrariesConfig(root=root, embedder="words", kv=kv)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kvweave.app.hosts import ModelHost
 from kvweave.app.question import REUSES
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import default_ratio
 
 
@@ -52,19 +52,19 @@ DIAL = (
 
 
 class OfferedWay(NamedTuple):
-    """A `reuse` that this model is ready for."""
+    """A `reuse` that a model is ready for."""
 
     name: str
     ratio: float  # where none is given; 0: it takes none
 
 
-def offered_ways(weave: ModelHost) -> list[OfferedWay]:
-    """What people may choose from to compare, full prefill first."""
+def offered_ways(weave: ModelHost, model: str) -> list[OfferedWay]:
+    """What people may choose from to compare with one of `weave`'s models, full prefill first."""
 
     def is_ready(name: str) -> bool:
         try:
-            weave.check_strategy(name)
-        except ConfigError:
+            weave.check_strategy(name, model=model)
+        except (ConfigError, RequestError):  # not ready, or the model's last upstream just left
             return False
         return True
 

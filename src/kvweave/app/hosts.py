@@ -34,7 +34,17 @@ class LibraryHost(Protocol):
 
     @property
     def local(self) -> "Weave | None":
-        """The same, where the model and chunk KV are in this process."""
+        """The same, where the model and chunk KV are in this process; the first of several."""
+        ...
+
+    @property
+    def engines(self) -> "Sequence[Weave]":
+        """The same with each model of this process that has it open; the first is `local`."""
+        ...
+
+    def of(self, model: str | None) -> "Weave | None":
+        """The same with one model of this process, which opens it if need be; None: elsewhere.
+        Raises RequestError for a model that does not answer from it."""
         ...
 
     @property
@@ -42,9 +52,11 @@ class LibraryHost(Protocol):
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        """Raise RequestError for a `reuse` that is refused, ConfigError for one that what answers
-        is not ready for."""
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
+        """Raise RequestError for a `reuse` that is refused, ConfigError for one that the model is
+        not ready for; `model` None: the usual one."""
 
     def ingest(
         self,
@@ -137,7 +149,9 @@ class ModelHost(Protocol):
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
         """As `LibraryHost.check_strategy`."""
 
     def chat(

@@ -162,11 +162,13 @@ class ModelSet:
     ) -> Sampling:
         return self.of(model).sampling(asked, built_in)
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._first.check_strategy(reuse, ratio)
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
+        self.of(model).check_strategy(reuse, ratio)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
-        return _stream(self.of(options.get("model")), question, options)
+        return self.of(options.get("model")).stream(question, **options)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
@@ -246,14 +248,21 @@ class LibraryOfModels:
         return self._first
 
     @property
+    def engines(self) -> tuple[Weave, ...]:
+        with self._lock:
+            return tuple(self._open.values())
+
+    @property
     def kb(self) -> "KnowledgeBase":
         return self._first.kb
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
-        return _stream(self._of(options.get("model")), question, options)
+        return self.of(options.get("model")).stream(question, **options)
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._first.check_strategy(reuse, ratio)
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
+        self.of(model).check_strategy(reuse, ratio)
 
     def ingest(
         self,
@@ -285,24 +294,20 @@ class LibraryOfModels:
         return self._first.metrics()
 
     def num_pinned(self) -> int:
-        return sum(weave.num_pinned() for weave in self._all())
+        return sum(weave.num_pinned() for weave in self.engines)
 
     def catch_up(self) -> None:
-        for weave in self._all():
+        for weave in self.engines:
             weave.catch_up()
 
     def is_at_rest(self) -> bool:
-        return all(weave.is_at_rest() for weave in self._all())
+        return all(weave.is_at_rest() for weave in self.engines)
 
     def close(self) -> None:
-        for weave in reversed(self._all()):
+        for weave in reversed(self.engines):
             weave.close()
 
-    def _all(self) -> list[Weave]:
-        with self._lock:
-            return list(self._open.values())
-
-    def _of(self, model: str | None) -> Weave:
+    def of(self, model: str | None) -> Weave:
         """Raises RequestError for a model that has another tokenizer."""
         name = self._models.of(model).model_name
         if name not in self._fitting:
@@ -318,15 +323,6 @@ class LibraryOfModels:
                 took_s = time.monotonic() - began_s
                 log.info("%s opened for %s too, in %.1f s", self._name, name, took_s)
             return self._open[name]
-
-
-def _stream(weave: Weave, question: str, options: AskOptions) -> PieceStream:
-    """Refuses a strategy that this model is not ready for as one that nobody has."""
-    try:
-        weave.check_strategy(options.get("reuse"), options.get("ratio"))
-    except ConfigError as error:
-        raise RequestError(str(error)) from error
-    return weave.stream(question, **options)
 
 
 def _apart(settings: AnswerSettings, weave: Weave) -> AnswerSettings:

@@ -335,9 +335,12 @@ class Weave:
         self._refuse_other(options.get("model"))
         return self._answerer.answer(Question(question, **options), called_s)
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
         """Raise RequestError for a `reuse` that `ask` would refuse, ConfigError for one that this
         model is not ready for."""
+        self._refuse_other(model)
         self._answerer.router.named(reuse, ratio)
 
     def plan(self, question: str, **options: Unpack[AskOptions]) -> "Plan":
@@ -472,6 +475,11 @@ class Weave:
     def engines(self) -> "tuple[Weave, ...]":
         """Itself alone."""
         return (self,)
+
+    def of(self, model: str | None) -> "Weave":
+        """Itself. Raises RequestError for another model."""
+        self._refuse_other(model)
+        return self
 
     @property
     def takes_transfer(self) -> bool:

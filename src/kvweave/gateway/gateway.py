@@ -158,8 +158,10 @@ class Gateway:
     ) -> Sampling:
         return self._upstreams.of(model).sampling.sampling(asked, built_in)
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._answerers.of(None).check_reuse(reuse)
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
+        self._answerers.of(model).check_reuse(reuse)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()

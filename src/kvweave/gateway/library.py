@@ -40,6 +40,13 @@ class RoutedLibrary:
         return None
 
     @property
+    def engines(self) -> tuple[()]:
+        return ()
+
+    def of(self, model: str | None) -> None:
+        return None
+
+    @property
     def kb(self) -> KnowledgeBase:
         return self._kb
 
@@ -48,8 +55,10 @@ class RoutedLibrary:
         asked = Question(question, **options)
         return self._answerers.of(asked.model).answer(asked, called_s)
 
-    def check_strategy(self, reuse: str | None, ratio: float | None = None) -> None:
-        self._answerers.of(None).check_reuse(reuse)
+    def check_strategy(
+        self, reuse: str | None, ratio: float | None = None, model: str | None = None
+    ) -> None:
+        self._answerers.of(model).check_reuse(reuse)
 
     def ingest(
         self,

@@ -15,6 +15,7 @@ from worlds.serving import serving, user
 
 HELLO: dict[str, Any] = {"messages": user("hello"), "max_tokens": 1}
 SYSTEM = {"role": "system", "content": "s"}
+HI = {"role": "assistant", "content": "Hi."}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 # what is sent on top of HELLO → what the message must say
@@ -86,7 +87,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"documents": ["a", 5]}, "'documents.1' must be a string or an object with text and title"),
     ({"documents": [{"title": "t"}]}, "'documents.0.text' is missing"),
     ({"documents": [{"text": "t", "url": "u"}]}, "'documents.0.url' is not supported"),
-    ({"documents": ["a"], "messages": user("a") * 2}, "got user, user"),
+    ({"documents": ["a"], "messages": [HI, *user("a")]}, "got assistant, user"),
     ({"documents": ["a"], "messages": [SYSTEM, SYSTEM, *user("a")]}, "at most one system message"),
     (
         {"documents": ["a"], "messages": [SYSTEM]},

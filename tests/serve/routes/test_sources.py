@@ -15,7 +15,9 @@ from worlds.serving import KbServer, make_libraries, make_weave, serving, user
 DRAIN = {"title": "Drain", "text": "To drain this node, cordon it; only then evict its pods."}
 QUOTA = {"title": "Quota", "text": "This quota limits pods and volumes of the one namespace."}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
-FIELDS = {"cited_as", "document", "title", "chunk", "score", "span", "tier", "fate"}
+# streamed: the page of Open WebUI takes a "document" for a list of texts, and breaks
+STREAMED = {"cited_as", "document_id", "title", "chunk", "score", "span", "tier", "fate"}
+FIELDS = {"document", *STREAMED}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,14 @@ def test_a_reply_names_its_chunks_where_they_stand_and_what_became_of_them(
     reply = ask(filled.url, kb="sourced", reuse="reuse", explain=True)
     first, second = reply["sources"]
     assert set(first) == FIELDS
+    assert first["document"] == first["document_id"]
     assert (first["title"], second["title"]) == ("Drain", "Quota")
     assert (first["cited_as"], second["cited_as"]) == (1, 2)
     assert first["score"] >= second["score"]
     documents = httpx.get(f"{filled.url}/v1/kb/sourced/documents").json()["data"]
     assert {d["id"]: d["title"] for d in documents} == {
-        first["document"]: "Drain",
-        second["document"]: "Quota",
+        first["document_id"]: "Drain",
+        second["document_id"]: "Quota",
     }
     explained = {(c["start"], c["start"] + c["tokens"]): c for c in reply["explain"]["chunks"]}
     for source in (first, second):
@@ -76,19 +79,34 @@ def test_a_stream_has_them_in_the_chunk_that_ends_the_answer(filled: KbServer) -
     assert len(with_sources) == 1
     assert with_sources[0]["choices"][0]["finish_reason"] is not None
     assert {s["title"] for s in with_sources[0]["sources"]} == {"Drain", "Quota"}
+    assert {frozenset(s) for s in with_sources[0]["sources"]} == {frozenset(STREAMED)}
 
 
 def test_documents_of_the_request_are_sources_without_an_id_or_a_score(url: str) -> None:
     documents = [{"title": "Ports", "text": "A port is open."}, "Whales sing.", "Whales sing."]
     sources = ask(url, documents=documents)["sources"]
     assert [s["title"] for s in sources] == ["Ports", "", ""]
-    assert {s["document"] for s in sources} == {s["score"] for s in sources} == {None}
+    assert {s["document_id"] for s in sources} == {s["score"] for s in sources} == {None}
     assert sources[1]["chunk"] == sources[2]["chunk"]
     assert sources[1]["span"] != sources[2]["span"], "brought twice, it stands there twice"
 
 
-def test_a_chat_without_chunks_has_none(url: str) -> None:
-    assert ask(url)["sources"] == []
+def test_a_chat_without_chunks_says_nothing_of_them(url: str) -> None:
+    """Open WebUI puts its own `sources` beside what a reply has, and a reply's go before."""
+    assert not {"sources", "nothing_found", "query"} & set(ask(url))
+
+
+def test_questions_that_were_not_answered_are_one_with_the_next(url: str) -> None:
+    """Open WebUI leaves an answer out that failed, or was stopped before its first word."""
+    unanswered = [{"role": "user", "content": text} for text in ("How do I drain?", "And a port?")]
+    before = [*user("Hello?"), {"role": "assistant", "content": "Hello!"}]
+    documents = [{"title": "Ports", "text": "A port is open."}]
+    for history in ([], before):
+        apart = ask(url, documents=documents, messages=[*history, *unanswered])
+        joined = [*history, *user("How do I drain?\n\nAnd a port?")]
+        whole = ask(url, documents=documents, messages=joined)
+        assert apart["choices"] == whole["choices"]
+        assert apart["usage"]["prompt_tokens"] == whole["usage"]["prompt_tokens"]
 
 
 def test_a_chunk_that_the_history_holds_is_a_source_where_it_stands(filled: KbServer) -> None:

@@ -36,10 +36,11 @@ class EvictionLine(NamedTuple):
     priority: float | None  # what it was worth; None: not noted
 
 
-def tier_lines(libraries: Libraries, tenant: str) -> list[TierLine]:
+def tier_lines(libraries: Libraries, model: str, tenant: str) -> list[TierLine]:
+    """Of the chunk KV of one model."""
     lines = []
-    with libraries.open_of(tenant) as weaves:
-        for name, weave in _local(weaves):
+    with libraries.open_of(tenant) as hosts:
+        for name, weave in _over(hosts, model):
             store = weave.library.store
             used = store.used_bytes()
             for tier, capacity_bytes in store.capacity_bytes().items():
@@ -51,8 +52,8 @@ def tier_lines(libraries: Libraries, tenant: str) -> list[TierLine]:
 def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
     """Chunk KV that was wanted and not there, by reason, of what is open now."""
     found: dict[str, int] = {}
-    with libraries.open_of(tenant) as weaves:
-        for _, weave in _local(weaves):
+    with libraries.open_of(tenant) as hosts:
+        for weave in (each for _, host in hosts for each in host.engines):
             for sample in weave.library.store.metrics.snapshot():
                 if sample.name == "kv_misses_total":
                     reason = dict(sample.labels)["reason"]
@@ -61,22 +62,22 @@ def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
 
 
 def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> list[EvictionLine]:
-    """The last ones, newest first. `weave` is any over the same model."""
+    """The last ones of one model, newest first. `weave` is any over it."""
     lines = [
         EvictionLine(gone.at_s, None, name, "", TREE, gone.size_bytes, gone.rank)
         for gone in weave.engine.tree.evictions()
         if gone.path.startswith(f"{tenant}|")
         and not (name := gone.chunk_id.rpartition("|")[2]).startswith(PREAMBLE)
     ]
-    with libraries.open_of(tenant) as weaves:
-        for kb, each in _local(weaves):
+    with libraries.open_of(tenant) as hosts:
+        for kb, each in _over(hosts, weave.model_name):
             for gone in each.library.store.evictions():
                 chunk = tag_of(gone.key).hex()
                 lines.append(
                     EvictionLine(gone.at_s, kb, chunk, "", gone.tier, gone.size_bytes, None)
                 )
         newest = sorted(lines, key=lambda line: line.at_s, reverse=True)[:most]
-        names = titles([weave for _, weave in weaves], [line.chunk for line in newest])
+        names = titles([host for _, host in hosts], [line.chunk for line in newest])
     return [
         line._replace(chunk=names[line.chunk][0], title=names[line.chunk][1])
         if line.chunk in names
@@ -85,9 +86,10 @@ def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> lis
     ]
 
 
-def _local(hosts: Sequence[tuple[str, LibraryHost]]) -> list[tuple[str, Weave]]:
-    """Those whose chunk KV is in this process."""
-    return [(name, host.local) for name, host in hosts if host.local is not None]
+def _over(hosts: Sequence[tuple[str, LibraryHost]], model: str) -> list[tuple[str, Weave]]:
+    """Those that a model of this process has open."""
+    found = [(name, each) for name, host in hosts for each in host.engines]
+    return [(name, each) for name, each in found if each.model_name == model]
 
 
 def titles(hosts: Sequence[LibraryHost], chunks: Sequence[str]) -> dict[str, tuple[ChunkId, str]]:

@@ -275,7 +275,8 @@ class Libraries:
         with ExitStack() as unless_streamed:
             unless_streamed.callback(loan.give_back)
             try:
-                loan.thing.check_strategy(options.get("reuse"), options.get("ratio"))
+                reuse, ratio = options.get("reuse"), options.get("ratio")
+                loan.thing.check_strategy(reuse, ratio, options.get("model"))
             except ConfigError as error:
                 raise RequestError(str(error)) from error
             answer = loan.thing.stream(question, **options)

@@ -7,7 +7,7 @@ Python callers have it too, and what it means if it is left out, is decided in `
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import PieceStream
@@ -32,8 +32,9 @@ from kvweave.serve.wire.chat import (
     ReplyMessage,
     TopLogprob,
 )
+from kvweave.serve.wire.compare import CompareRequest
 from kvweave.serve.wire.explain import explain_of
-from kvweave.serve.wire.sources import sources_out
+from kvweave.serve.wire.sources import sources_out, streamed_sources
 from kvweave.serve.wire.tools import call_out
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
@@ -43,6 +44,9 @@ LONGEST_CONVERSATION_ID = 256
 SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found")
 OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
+
+
+Named = TypeVar("Named", ChatRequest, CompareRequest)  # may name a model, a knowledge base
 
 
 class AnswerMeasure(NamedTuple):
@@ -93,7 +97,7 @@ def read_chat(
     return _over_chunks(request, drawn, context, tenant, measure)
 
 
-def over_kb(request: ChatRequest, asked: ModelRef) -> ChatRequest:
+def over_kb(request: Named, asked: ModelRef) -> Named:
     """The request with what its model's name means: a model that is served, and perhaps a knowledge
     base."""
     kb = request.kb if asked.kb is None else asked.kb
@@ -227,8 +231,9 @@ def _over_chunks(
     def start(sampling: Sampling) -> PieceStream:
         question, asked = str(turns[-1]["content"]), AskOptions(**options, sampling=sampling)
         if request.kb is None:
+            reuse, ratio, model = asked.get("reuse"), asked.get("ratio"), asked.get("model")
             try:
-                context.weave.check_strategy(asked.get("reuse"), asked.get("ratio"))
+                context.weave.check_strategy(reuse, ratio, model)
             except ConfigError as error:
                 raise RequestError(str(error)) from error
             return context.weave.stream(question, **asked)
@@ -241,7 +246,7 @@ def _turns(
     messages: Sequence[ChatMessage],
 ) -> tuple[str | None, list[dict[str, Any]], list[dict[str, Any]]]:
     """The system message, if there is one; the turns, a user's last; calls and results since."""
-    said = [message.as_message() for message in messages]
+    said = _joined([message.as_message() for message in messages])
     first = 1 if said[0]["role"] == "system" else 0
     asked = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
     turns, since = said[first : asked + 1], said[asked + 1 :]
@@ -255,6 +260,19 @@ def _turns(
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
     return said[0]["content"] if first else None, turns, since
+
+
+def _joined(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With questions that were not answered in one with the next: clients leave an answer out that
+    failed, or was stopped before its first word."""
+    joined: list[dict[str, Any]] = []
+    for message in said:
+        if joined and message["role"] == joined[-1]["role"] == "user":
+            content = f"{joined[-1]['content']}\n\n{message['content']}"
+            joined[-1] = {**message, "content": content}
+        else:
+            joined.append(message)
+    return joined
 
 
 def _documents(request: ChatRequest) -> list[Document] | None:
@@ -297,6 +315,7 @@ class ChatFormat:
         )
         self._model = model.model
         self._request = request
+        self._is_over_chunks = request.kb is not None or request.documents is not None
         self._keep = keep
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> ChatReply:
@@ -318,7 +337,7 @@ class ChatFormat:
             model=self._head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
-            sources=sources_out(answers[0].sources),
+            sources=sources_out(answers[0].sources) if self._is_over_chunks else None,
             nothing_found=answers[0].nothing_found,
             query=answers[0].query,
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
@@ -356,8 +375,8 @@ class ChatFormat:
         if index == 0:
             self._finished(answers[index], job)
         end = self._head.end(index, {"delta": {}}, answers[index])
-        if index == 0 and (self._request.kb is not None or self._request.documents is not None):
-            end["sources"] = [s.model_dump() for s in sources_out(answers[0].sources)]
+        if index == 0 and self._is_over_chunks:
+            end["sources"] = streamed_sources(answers[0].sources)
             end["nothing_found"] = answers[0].nothing_found
             end["query"] = answers[0].query
         yield end

@@ -24,7 +24,7 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
-from kvweave.serve.routes.chat import AnswerMeasure, read_chat
+from kvweave.serve.routes.chat import AnswerMeasure, over_kb, read_chat
 from kvweave.serve.routes.reply import (
     CLIENT_CLOSED,
     ClientGone,
@@ -77,7 +77,8 @@ class Comparison:
         """Raises ApiError or RequestError if the request is unsound."""
         self._context = context
         self._tenant = tenant
-        self._body = body
+        self._asked = context.models.read(body.model)
+        self._body = body = over_kb(body, self._asked)
         self._jobs: list[AnswerJob] = []
         within_s = context.limits.request_s
         loop = asyncio.get_running_loop()
@@ -123,7 +124,7 @@ class Comparison:
         ways = [_reuse(way) for way in body.ways]
         for way in ways:
             try:
-                weave.check_strategy(way.strategy, way.ratio)
+                weave.check_strategy(way.strategy, way.ratio, body.model)
             except ConfigError as error:
                 raise RequestError(str(error)) from error
             self._read(way, _measure(way))  # what is wrong with it is told now
@@ -140,6 +141,7 @@ class Comparison:
         body = self._body
         request = ChatRequest.model_construct(
             messages=body.messages,
+            model=body.model,
             documents=body.documents,
             kb=body.kb,
             k=body.k,
@@ -151,9 +153,8 @@ class Comparison:
         return read_chat(request, self._context, self._tenant, measure)
 
     def _done(self, answer: Answer, job: AnswerJob) -> Event:
-        weave = self._context.weave
-        head = ReplyHead("compare", "chatcmpl", weave.model_name, with_usage=False)
-        kept = KeptAnswer(head.id, weave.model_name, self._body.kb, answer, job.queue_s)
+        head = ReplyHead("compare", "chatcmpl", self._asked.name, with_usage=False)
+        kept = KeptAnswer(head.id, self._asked.model, self._body.kb, answer, job.queue_s)
         self._context.kept.add(self._tenant, kept)
         return {
             "id": head.id,

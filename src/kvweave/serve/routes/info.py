@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request, Response
 
 from kvweave import __version__
 from kvweave.app.dial import offered_dial, offered_ways
+from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import (
     ENDINGS,
     IngestProgress,
@@ -20,7 +21,7 @@ from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.uploads.ingest_job import IngestJob
-from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut, WayOut
+from kvweave.serve.wire.info import DemoLoaded, DemoOut, DialOut, InfoOut, ServedModelOut, WayOut
 from kvweave.serve.wire.kb import report_out
 from kvweave.serve.wire.schema import TASK_ERRORS, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
@@ -32,18 +33,20 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("/info")
     async def info(request: Request) -> InfoOut:
-        ways = offered_ways(weave)
+        models = _models(weave)
+        usual = models[0]
         return InfoOut(
-            model=weave.model_name,
-            context=weave.max_context,
+            model=usual.name,
+            context=usual.context,
             version=__version__,
             keys=has_keys,
             kb_root=libraries.config.root is not None,
             kept_answers=context.page.kept_answers,
             conversations=has_keys and context.page.conversations is not None,
             tenant=tenant_of(request.scope),
-            dial=[DialOut.model_validate(each._asdict()) for each in offered_dial(ways)],
-            strategies=[WayOut(name=name, ratio=ratio) for name, ratio in ways],
+            dial=usual.dial,
+            strategies=usual.strategies,
+            models=models,
             engine=context.local is not None,
             k=TOP_K,
             formats=list(ENDINGS),
@@ -80,6 +83,20 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
         return DemoLoaded(name=NAME, questions=sample_questions(), report=report)
 
     return routes
+
+
+def _models(weave: ModelHost) -> list[ServedModelOut]:
+    return [_served(weave, name, context) for name, context in weave.models().items()]
+
+
+def _served(weave: ModelHost, name: str, context: int | None) -> ServedModelOut:
+    ways = offered_ways(weave, name)
+    return ServedModelOut(
+        name=name,
+        context=context,
+        dial=[DialOut.model_validate(each._asdict()) for each in offered_dial(ways)],
+        strategies=[WayOut(name=way.name, ratio=way.ratio) for way in ways],
+    )
 
 
 def _demo(libraries: Libraries, tenant: str) -> DemoOut:

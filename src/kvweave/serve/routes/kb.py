@@ -232,6 +232,7 @@ def _knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBa
         tokens=status.totals.num_tokens,
         kv=kv_out(status.kv),
         problem=status.problem,
+        models=list(libraries.models_of(tenant, name)),
         order=status.order,
     )
 

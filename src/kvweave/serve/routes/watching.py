@@ -12,7 +12,6 @@ from kvweave.app.libraries.libraries import check_name
 from kvweave.app.weave import Weave
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
 from kvweave.serve.observe.memory import resident_bytes
 from kvweave.serve.routes.parameters import check_limit
 from kvweave.serve.wire.schema import TASK_ERRORS
@@ -49,7 +48,8 @@ def watching_routes(context: Context) -> APIRouter:
 
     @routes.get("/stats")
     async def stats(request: Request, model: str | None = None) -> StatsOut:
-        """Load, caches, and the last half hour; load of one of several models by its name."""
+        """Load, caches, and the last half hour. Of several models, the engine, tiers and evictions
+        are of one; answers, their tokens, misses and the half hour of all together."""
         return await tasks.run(
             partial(_stats, context, of(model), tenant_of(request.scope)),
             client=client_of(request.scope),
@@ -71,16 +71,15 @@ def watching_routes(context: Context) -> APIRouter:
     async def quality(
         request: Request, kb: str | None = None, model: str | None = None
     ) -> QualityOut:
-        """What reuse costs with this model, what the gate lets through, what the audit found."""
-        if kb is not None:
-            check_name(kb)
-            if model is not None:
-                message = "over a knowledge base it is its first model's; leave out kb or model"
-                raise ApiError(400, message, param="model")
-        return await tasks.run(
-            partial(_quality, context, of(model), tenant_of(request.scope), kb),
-            client=client_of(request.scope),
-        )
+        """What reuse costs with a model, what the gate lets through, what the audit found; of the
+        first that answers from `kb` where no model is named."""
+        tenant, weave = tenant_of(request.scope), of(model)
+        if kb is None:
+            view = partial(_quality_out, weave, over_library=False, is_told=not tenant)
+        else:
+            named = None if model is None else weave.model_name
+            view = partial(_library_quality, context, tenant, check_name(kb), named)
+        return await tasks.run(view, client=client_of(request.scope))
 
     return routes
 
@@ -104,7 +103,7 @@ def _stats(context: Context, weave: Weave, tenant: str) -> StatsOut:
                 capacity=line.capacity_bytes,
                 loads=line.loads,
             )
-            for line in tier_lines(libraries, tenant)
+            for line in tier_lines(libraries, weave.model_name, tenant)
         ],
         misses=misses(libraries, tenant),
         degradations=totals.whys,
@@ -178,12 +177,12 @@ def _tree(context: Context, weave: Weave, tenant: str, node: str | None, limit: 
     )
 
 
-def _quality(context: Context, weave: Weave, tenant: str, kb: str | None) -> QualityOut:
-    if kb is None:
-        return _quality_out(weave, over_library=False, is_told=not tenant)
+def _library_quality(context: Context, tenant: str, kb: str, model: str | None) -> QualityOut:
+    """Over a knowledge base, with the model that is named or the first that answers from it."""
     with context.libraries.use(tenant, kb) as host:
-        assert host.local is not None, "knowledge bases are where the model is"
-        return _quality_out(host.local, over_library=True, is_told=True)
+        weave = host.local if model is None else host.of(model)
+        assert weave is not None, "knowledge bases are where the model is"
+        return _quality_out(weave, over_library=True, is_told=True)
 
 
 def _quality_out(weave: Weave, *, over_library: bool, is_told: bool) -> QualityOut:

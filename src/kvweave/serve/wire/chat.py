@@ -233,6 +233,9 @@ class ReplyChoice(Outgoing):
     stopped_because: str | None = None  # extension; "repetition": it was ended in a loop
 
 
+ABOUT_CHUNKS = ("sources", "nothing_found", "query")  # fields of a reply
+
+
 class ChatReply(Outgoing):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -240,7 +243,17 @@ class ChatReply(Outgoing):
     model: str
     choices: list[ReplyChoice]
     usage: Usage
-    sources: list[SourceOut]  # extension; the chunks of `kb` or `documents`, best first
+    # extension; the chunks of `kb` or `documents`, best first; left out, with the next two, where
+    # neither was: what a client adds to a reply by itself may have the same name
+    sources: list[SourceOut] | None = None
     nothing_found: bool = False  # extension; no chunk was, and the reply says so
     query: str | None = None  # extension; what was searched for, where a follow-up was rewritten
     explain: Explain | None = None  # extension; where it was asked for
+
+    @model_serializer(mode="wrap")
+    def _without_chunks(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        if written["sources"] is None:
+            for name in ABOUT_CHUNKS:
+                del written[name]
+        return written

@@ -27,6 +27,7 @@ class CompareRequest(Incoming):
     """The body of POST /v1/compare."""
 
     messages: Annotated[list[ChatMessage], schema_only(minItems=1)]
+    model: Text | None = None  # as in a chat request; of all ways
     ways: Annotated[list[WayIn], schema_only(minItems=FEWEST_WAYS, maxItems=MOST_WAYS)]
     kb: Annotated[Text | None, schema_only(pattern=NAME_PATTERN)] = None
     documents: list[AnyDocument] | None = None

@@ -16,14 +16,23 @@ class DialOut(Outgoing):
 
 
 class WayOut(Outgoing):
-    """A `reuse` that this model is ready for."""
+    """A `reuse` that a model is ready for."""
 
     name: str
     ratio: float  # where none is given; 0: it takes none
 
 
+class ServedModelOut(Outgoing):
+    """A model that a request may name, and what can be asked of it."""
+
+    name: str
+    context: int | None  # tokens of prompt and answer together; null: not known
+    dial: list[DialOut]
+    strategies: list[WayOut]  # what can be compared
+
+
 class InfoOut(Outgoing):
-    model: str
+    model: str  # the usual one; `context`, `dial` and `strategies` are its
     context: int | None  # tokens of prompt and answer together; null: not known
     version: str
     keys: bool  # API keys are set: /v1 needs one
@@ -33,6 +42,7 @@ class InfoOut(Outgoing):
     tenant: str  # whose key it is; "": of none
     dial: list[DialOut]
     strategies: list[WayOut]  # what can be compared
+    models: list[ServedModelOut]  # all that are served, the usual one first
     engine: bool  # is in this process, and can be looked at; false: this is a gateway
     k: int  # chunks in front of a question, where none is said
     formats: list[str]  # endings of files that uploads take

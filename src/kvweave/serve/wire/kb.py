@@ -68,6 +68,7 @@ class KnowledgeBaseOut(Outgoing):
     documents: int
     chunks: int
     tokens: int  # of distinct chunks
+    models: list[str]  # it is listed with, the usual one first; none: it is of another tokenizer
     kv: KVOut
     problem: str | None = None  # it cannot be used: what is wrong; its counts are 0 then
     # whether chunks may move in the prompts of questions that do not say it; None: as configured

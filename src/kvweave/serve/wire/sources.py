@@ -1,6 +1,6 @@
 """The chunks that an answer was made from, in plain JSON."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from kvweave.app.weave import AnswerSource
 from kvweave.serve.wire.base import Outgoing
@@ -10,7 +10,8 @@ class SourceOut(Outgoing):
     """One of the chunks that an answer was made from."""
 
     cited_as: int  # from 1, best first
-    document: str | None  # its id in the knowledge base; null: the request brought it
+    document: str | None  # its id in the knowledge base; null: the request brought it. Not streamed
+    document_id: str | None  # the same
     title: str
     chunk: str  # id
     score: float | None  # of the search; null: the request brought it
@@ -21,4 +22,13 @@ class SourceOut(Outgoing):
 
 
 def sources_out(sources: tuple[AnswerSource, ...]) -> list[SourceOut]:
-    return [SourceOut.model_validate(source.as_json()) for source in sources]
+    return [
+        SourceOut.model_validate({**source.as_json(), "document_id": source.document})
+        for source in sources
+    ]
+
+
+def streamed_sources(sources: tuple[AnswerSource, ...]) -> list[dict[str, Any]]:
+    """As `sources_out`, for the last event of a stream. Without `document`: the page of Open WebUI,
+    which streams, has a list of texts of that name in its own sources, and breaks at a string."""
+    return [source.model_dump(exclude={"document"}) for source in sources_out(sources)]

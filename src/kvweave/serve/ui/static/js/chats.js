@@ -1,7 +1,7 @@
 // A chat that goes on while its page is not shown: messages, the answer under way, stop, retry.
 import { stream } from "./api.js";
 import { load, newId, save } from "./conversations.js";
-import { info, settings } from "./session.js";
+import { currentModel, namedModel, settings } from "./session.js";
 import { makeStore } from "./store.js";
 import { announce } from "./widgets/announce.js";
 
@@ -51,7 +51,7 @@ function makeChat(id) {
     const before = store.get().messages.slice(0, at);
     const question = { role: "user", content: text };
     const answer = { role: "assistant", content: "",
-      meta: { kb, dial: currentDial()?.name, state: "waiting" } };
+      meta: { kb, ...namedModel(), dial: currentDial()?.name, state: "waiting" } };
     const title = store.get().title || text.trim().replace(/\s+/g, " ").slice(0, LONGEST_TITLE);
     change({ messages: [...before, question, answer], busy: true, title, kb, error: null });
     control = new AbortController();
@@ -121,7 +121,7 @@ function summary({ explain, sources, usage }) {
 }
 
 export function currentDial() {
-  const dial = info.get()?.dial ?? [];
+  const dial = currentModel()?.dial ?? [];
   return dial.find((each) => each.name === settings.get().dial) ?? dial.find(
     (each) => each.name === "auto") ?? null;
 }
@@ -129,7 +129,7 @@ export function currentDial() {
 function requestOf(id, before, text) {
   const { kb, k } = settings.get();
   const body = {
-    messages: [...history(before), { role: "user", content: text }],
+    ...namedModel(), messages: [...history(before), { role: "user", content: text }],
     stream: true, stream_options: { include_usage: true }, explain: true,
   };
   const reuse = currentDial()?.reuse;

@@ -3,39 +3,42 @@ import { html } from "../html.js";
 import { kbPath, useResource } from "../api.js";
 import { bytes, clock, count, dataRatio, percent, plural } from "../format.js";
 import { link } from "../router.js";
-import { settings } from "../session.js";
+import { hasSeveral, ofModel, settings, useModel } from "../session.js";
 import { useStore } from "../store.js";
 import { Bars, Columns, Curves } from "../widgets/charts.js";
 import { KnowledgeTree } from "../widgets/knowledge_tree.js";
+import { ModelPicker } from "../widgets/model_picker.js";
 import { Empty, Fetched } from "../widgets/states.js";
 
 export function Cache() {
-  const stats = useResource("v1/stats", { everyMs: 2000 });
+  useModel();
+  const stats = useResource(ofModel("v1/stats"), { everyMs: 2000 });
+  const ofAll = hasSeveral() ? ", all models" : "";
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">Cache</h1>
     <p class="quiet small">Where chunk KV and exact prefixes lie, and how often they were of
-      use.</p></div></header>
+      use.</p></div><${ModelPicker} shown=${true} /></header>
     <${Fetched} resource=${stats} what="the cache" lines=${10}>
       ${(data) => html`<div class="grid two">
       <section class="card"><header><h2>Tiers</h2><span class="tiny faint">now</span></header>
         <${Tiers} tiers=${data.tiers} /></section>
       <section class="card"><header><h2>Where chunk KV was found</h2>
-        <span class="tiny faint">chunks of prompts, since the start</span></header>
+        <span class="tiny faint">chunks of prompts, since the start${ofAll}</span></header>
         <${Found} totals=${data.totals} /></section>
       <section class="card"><header><h2>Hit rate</h2>
-        <span class="tiny faint">chunks found with KV, last 30 minutes</span></header>
+        <span class="tiny faint">chunks found with KV, last 30 minutes${ofAll}</span></header>
         <${Curves} label=${`Hit rate over the last 30 minutes; now ${percent(
         lastOf(data.series.hit_rate))}`} series=${[timed("hit rate", "reused", data.series,
         "hit_rate")]} lowY=${0} highY=${1} formatY=${percent} formatX=${clockOf} time=${true}
         fill=${true} /></section>
       <section class="card"><header><h2>Prompt tokens</h2>
-        <span class="tiny faint">by what became of them</span></header>
+        <span class="tiny faint">by what became of them${ofAll}</span></header>
         <${Columns} label="Prompt tokens by state over the last 30 minutes"
         series=${["exact", "reused", "recomputed",
         "computed"].map((name) => timed(name, name, data.series, name))} formatY=${short}
         formatX=${clockOf} /></section>
       <section class="card"><header><h2>Misses by reason</h2>
-        <span class="tiny faint">since the start</span></header>
+        <span class="tiny faint">since the start${ofAll}</span></header>
         <${Misses} misses=${data.misses} degradations=${data.degradations} /></section>
       <${HottestChunks} /></div>
       <section class="card"><header><h2>Evictions</h2>

@@ -12,6 +12,7 @@ import { Dial, DialWords } from "../widgets/dial.js";
 import { Icon } from "../widgets/icons.js";
 import { KbPicker, knowledgeBases } from "../widgets/kb_picker.js";
 import { LibraryList } from "../widgets/library_list.js";
+import { ModelPicker } from "../widgets/model_picker.js";
 import { Failure, Loading } from "../widgets/states.js";
 import { FirstRun, SampleQuestions } from "./first_run.js";
 
@@ -136,7 +137,7 @@ function Composer({ draft, setDraft, busy, ask, stop }) {
       onInput=${(event) => setDraft(event.target.value)} onKeyDown=${onKey} autocomplete="off">
       </textarea>
     <div class="composer-tools">
-      <${KbPicker} />
+      <${ModelPicker} /><${KbPicker} />
       ${kb && html`<label class="k-field" title="How many passages go in front of the question">
         <span>passages</span>
         <input type="number" min="1" max="50" value=${k ?? hello.k ?? 5}

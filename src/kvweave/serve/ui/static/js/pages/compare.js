@@ -4,17 +4,19 @@ import { stream } from "../api.js";
 import { marked } from "../diff.js";
 import { count, ms, nats, percent, times } from "../format.js";
 import { link } from "../router.js";
-import { info, settings } from "../session.js";
+import { namedModel, settings, useModel } from "../session.js";
 import { makeStore, useStore } from "../store.js";
 import { announce } from "../widgets/announce.js";
 import { Icon } from "../widgets/icons.js";
 import { KbPicker } from "../widgets/kb_picker.js";
+import { ModelPicker } from "../widgets/model_picker.js";
 import { Empty, Failure } from "../widgets/states.js";
 import { TokensBar } from "../widgets/tokens_bar.js";
 
-/** Kept while other pages are shown. ways: [{ reuse, ratio, text, done, quality }] */
+/** Kept while other pages are shown. ways: [{ reuse, ratio, text, done, quality }], answered by
+ * `model`, where there are several. */
 const state = makeStore({ question: "", chosen: ["full", "auto", "reuse"], ratios: {}, ways: null,
-  busy: false, error: null });
+  model: null, busy: false, error: null });
 const change = (part) => state.set((was) => ({ ...was, ...part }));
 const changeWay = (at, part) => state.set((was) => (
   { ...was, ways: was.ways.map((way, i) => (i === at
@@ -26,11 +28,12 @@ async function run() {
   const { question, chosen, ratios } = state.get();
   const { kb, k } = settings.get();
   const ways = chosen.map((reuse) => (ratios[reuse] ? { reuse, ratio: ratios[reuse] } : { reuse }));
-  change({ ways: ways.map((way) => ({ ...way, text: "", done: null, quality: null })), busy: true,
-    error: null });
+  const { model } = namedModel();
+  change({ ways: ways.map((way) => ({ ...way, text: "", done: null, quality: null })), model,
+    busy: true, error: null });
   control = new AbortController();
-  const body = { messages: [{ role: "user", content: question.trim() }], kb, ways, max_tokens: 200,
-    ...(k ? { k } : {}) };
+  const body = { messages: [{ role: "user", content: question.trim() }], model, kb, ways,
+    max_tokens: 200, ...(k ? { k } : {}) };
   try {
     for await (const event of stream("v1/compare", { body, signal: control.signal })) {
       if (event.delta !== undefined) changeWay(event.way,
@@ -47,7 +50,7 @@ async function run() {
 }
 
 export function Compare() {
-  const { question, chosen, ways, busy, error } = useStore(state);
+  const { question, chosen, ways, model, busy, error } = useStore(state);
   const { kb } = useStore(settings);
   const submit = (event) => { event.preventDefault(); run(); };
   return html`<div class="page stack wide"><header class="page-head"><div>
@@ -58,7 +61,8 @@ export function Compare() {
       <label class="field">Question<textarea rows="2" value=${question}
       placeholder="What do you want to know?"
       onInput=${(event) => change({ question: event.target.value })}></textarea></label>
-      <div class="row top"><${KbPicker} shown=${true} withNone=${false} /><${Ways} />
+      <div class="row top"><${ModelPicker} shown=${true} disabled=${busy} />
+        <${KbPicker} shown=${true} withNone=${false} /><${Ways} />
         <span class="grow"></span>
         ${busy ? html`<button type="button" class="align-end" onClick=${() => control?.abort()}>
           <${Icon} name="stop" />Stop</button>`
@@ -68,7 +72,7 @@ export function Compare() {
       ${!kb && html`<p class="small warn-text">Comparing needs passages: <a
         href=${link("documents")}>make a knowledge base</a> first.</p>`}</form>
     ${error && html`<${Failure} error=${error} what="The comparison failed" retry=${run} />`}
-    ${ways ? html`<${Outcome} ways=${ways} busy=${busy} />`
+    ${ways ? html`<${Outcome} ways=${ways} model=${model} busy=${busy} />`
       : html`<${Empty} icon="compare" title="Full prefill beside reuse">
       <p>Each way shows its answer, its time to the first token, the rows it computed, and how far
         its next-token distributions are from those of full prefill (KL), measured on the
@@ -78,7 +82,7 @@ export function Compare() {
 /** Two or three of the strategies. */
 function Ways() {
   const { chosen, ratios, busy } = useStore(state);
-  const strategies = useStore(info)?.strategies ?? [];
+  const strategies = useModel()?.strategies ?? [];
   const set = (at, name) => change({ chosen: chosen.map((each, i) => (i === at ? name : each)) });
   const setRatio = (name, text) => change({ ratios: { ...ratios,
     [name]: text === "" ? undefined : Math.min(1, Math.max(0, Number(text) / 100)) } });
@@ -86,6 +90,8 @@ function Ways() {
     const own = strategies.find((each) => each.name === name);
     return html`<div class="way-choice"><label class="field">Way ${at + 1}
       <select value=${name} disabled=${busy} onChange=${(event) => set(at, event.target.value)}>
+        ${!own && html`<option value=${name} selected disabled>
+          ${WORDS[name] ?? name} (not for this model)</option>`}
         ${strategies.map((each) => html`<option key=${each.name} value=${each.name}
           selected=${each.name === name} disabled=${each.name !== name
           && chosen.includes(each.name)}>${WORDS[each.name] ?? each.name}</option>`)}
@@ -105,7 +111,7 @@ function Ways() {
 
 const WORDS = { full: "full prefill", auto: "auto", prefix: "exact prefix", reuse: "full reuse" };
 
-function Outcome({ ways, busy }) {
+function Outcome({ ways, model, busy }) {
   const base = ways.find((way) => way.reuse === "full") ?? ways[0];
   const slowest = Math.max(...ways.map((way) => way.done?.ttft_ms ?? 0));
   const full = ways.find((way) => way.reuse === "full")?.done?.ttft_ms;
@@ -132,7 +138,7 @@ function Outcome({ ways, busy }) {
       </mark>` : piece.text))}</div>
     ${way.done && html`<${Facts} way=${way} isBase=${way === base} />`}</section>`)}</div>
     ${ways.length > 1 && base.done && html`<p class="tiny faint">
-      <mark>Marked words</mark> are not in the answer of ${WORDS[base.reuse] ?? base.reuse}.</p>`}`;
+      ${model && `Answered by ${model}. `}<mark>Marked words</mark> are not in the answer of ${WORDS[base.reuse] ?? base.reuse}.</p>`}`;
 }
 
 function Facts({ way, isBase }) {

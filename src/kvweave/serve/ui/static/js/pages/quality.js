@@ -3,9 +3,10 @@
 import { html, useState } from "../html.js";
 import { useResource } from "../api.js";
 import { count, nats, percent, plural } from "../format.js";
-import { settings } from "../session.js";
+import { ofModel, settings, useModel } from "../session.js";
 import { useStore } from "../store.js";
 import { Curves } from "../widgets/charts.js";
+import { ModelPicker } from "../widgets/model_picker.js";
 import { Empty, Fetched } from "../widgets/states.js";
 
 const COLOURS = ["recomputed", "exact", "reused", "computed", "fresh", "sixth", "seventh",
@@ -13,12 +14,14 @@ const COLOURS = ["recomputed", "exact", "reused", "computed", "fresh", "sixth", 
 
 export function Quality() {
   const { kb } = useStore(settings);
-  const quality = useResource(`v1/quality${kb ? `?kb=${encodeURIComponent(kb)}` : ""}`,
-    { everyMs: 10_000 });
+  useModel();
+  const path = ofModel(`v1/quality${kb ? `?kb=${encodeURIComponent(kb)}` : ""}`);
+  const quality = useResource(path, { everyMs: 10_000 });
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">Quality</h1>
     <p class="quiet small">How far answers by reuse are from full prefill, in nats per token (0: the
-      same distribution). The gate lets a strategy through only below the bound.</p></div></header>
+      same distribution). The gate lets a strategy through only below the bound.</p></div>
+    <${ModelPicker} shown=${true} /></header>
     <${Fetched} resource=${quality} what="quality" lines=${8}>
       ${(data) => html`<${Loaded} data=${data} />`}<//></div>`;
 }

@@ -2,19 +2,21 @@
 import { html } from "../html.js";
 import { useResource } from "../api.js";
 import { bytes, clock, count, percent } from "../format.js";
-import { info } from "../session.js";
+import { hasSeveral, info, ofModel, useModel } from "../session.js";
 import { useStore } from "../store.js";
 import { Columns, Curves } from "../widgets/charts.js";
+import { ModelPicker } from "../widgets/model_picker.js";
 import { Fetched } from "../widgets/states.js";
 import { short, timed } from "./cache.js";
 
 export function System() {
   const hello = useStore(info);
-  const stats = useResource("v1/stats", { everyMs: 1000 });
+  const model = useModel();
+  const stats = useResource(ofModel("v1/stats"), { everyMs: 1000 });
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">System</h1><p class="quiet small">
-    ${hello.model} · context ${count(hello.context)} tokens · kvweave ${hello.version}
-    </p></div></header>
+    ${model.name} · context ${count(model.context)} tokens · kvweave ${hello.version}
+    </p></div><${ModelPicker} shown=${true} /></header>
     <${Fetched} resource=${stats} what="the system" lines=${8}>${({ now, totals, series }) => html`
       <dl class="tiles four card num"><${Tile} name="Running" value=${count(now.running)} />
         <${Tile} name="Waiting" value=${count(now.waiting)} />
@@ -24,6 +26,9 @@ export function System() {
         <${Tile} name="Process memory" value=${bytes(now.rss_bytes)} />
           <${Tile} name="Exact KV in the pool" value=${bytes(now.device_bytes)} />
           <${Tile} name="Exact KV in host memory" value=${bytes(now.host_bytes)} /></dl>
+      ${hasSeveral() && html`<p class="tiny faint">
+        Batch, exact KV and pages are those of ${model.name}; the rest is of all models together.
+        </p>`}
       <div class="grid two"><section class="card"><header><h2>Tokens per second</h2>
         <span class="tiny faint">last 30 minutes</span></header>
         <${Curves} label="Tokens per second over the last 30 minutes"

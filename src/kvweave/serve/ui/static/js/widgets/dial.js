@@ -1,11 +1,11 @@
 // One dial from exact to fastest: named positions, and plain words for the trade-off.
 import { html } from "../html.js";
 import { currentDial } from "../chats.js";
-import { info, setSetting, settings } from "../session.js";
+import { setSetting, settings, useModel } from "../session.js";
 import { useStore } from "../store.js";
 
 export function Dial() {
-  const dial = useStore(info)?.dial ?? [];
+  const dial = useModel()?.dial ?? [];
   const { kb } = useStore(settings);
   const chosen = currentDial();
   if (!chosen) return null;
@@ -19,7 +19,7 @@ export function Dial() {
 }
 
 export function DialWords() {
-  useStore(settings);
+  useModel();
   return html`<p id="dial-words" class="tiny quiet dial-words"><strong>${currentDial()?.name}
     </strong> ${currentDial()?.words}</p>`;
 }

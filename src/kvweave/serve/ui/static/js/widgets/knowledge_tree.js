@@ -2,12 +2,18 @@
 import { cls, html, useRef, useState } from "../html.js";
 import { get, useResource } from "../api.js";
 import { plural } from "../format.js";
+import { ofModel, useModel } from "../session.js";
 import { Empty, Failure, Fetched } from "./states.js";
 
 const LIMIT = 100;
 
+/** Each model has its own. */
 export function KnowledgeTree() {
-  const roots = useResource(`v1/tree?limit=${LIMIT}`, { everyMs: 5000 });
+  return html`<${Tree} key=${useModel().name} />`;
+}
+
+function Tree() {
+  const roots = useResource(ofModel(`v1/tree?limit=${LIMIT}`), { everyMs: 5000 });
   const box = useRef(null);
   const onKey = (event) => {
     const items = [...box.current.querySelectorAll("[role=treeitem]")];
@@ -37,7 +43,8 @@ function Node({ node, level, first }) {
     setOpen(want);
     if (!want || children !== null) return;
     try {
-      setChildren((await get(`v1/tree?node=${encodeURIComponent(node.id)}&limit=${LIMIT}`)).nodes);
+      const path = `v1/tree?node=${encodeURIComponent(node.id)}&limit=${LIMIT}`;
+      setChildren((await get(ofModel(path))).nodes);
     } catch (failed) {
       setError(failed);
     }

@@ -104,6 +104,7 @@ function Timing({ meta }) {
         class="faint">(estimate)</span></span>
         ${full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
     : html`<span class="faint">full prefill: not measured on this machine yet</span>`}
+      ${meta.model && html`<span class="chip">${meta.model}</span>`}
       <span class="chip">${strategy}${ratio > 0 && ratio < 1 ? ` ${percent(ratio)}` : ""}
         </span></div>
     <div class="timing-rows tiny faint num">

@@ -4,7 +4,7 @@ import { dropChat } from "../chats.js";
 import { forget, heads } from "../conversations.js";
 import { ago } from "../format.js";
 import { go, link } from "../router.js";
-import { connection, info, key, settings, setSetting } from "../session.js";
+import { connection, info, key, settings, setSetting, useModel } from "../session.js";
 import { useStore } from "../store.js";
 import { Confirm } from "./dialog.js";
 import { Icon } from "./icons.js";
@@ -60,12 +60,12 @@ function Conversations({ page, current, close }) {
 }
 
 function Foot() {
-  const hello = useStore(info);
+  const { name } = useModel();
   const { theme } = useStore(settings);
   const mine = useStore(key);
   const leave = () => { key.set(null); connection.set("unauthorised"); };
   return html`<footer class="side-foot">
-    <p class="tiny quiet cut" title=${hello.model}>${hello.model}</p>
+    <p class="tiny quiet cut" title=${name}>${name}</p>
     <div class="row between"><div class="segments" role="group" aria-label="Theme">
       ${THEMES.map(([name, icon, words]) => html`
       <button class="icon small" aria-pressed=${theme === name} aria-label=${words} title=${words}
