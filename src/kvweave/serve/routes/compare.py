@@ -23,16 +23,15 @@ from kvweave.app.weave import Answer
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
+from kvweave.serve.departures import ClientGone, while_connected
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.chat import AnswerMeasure, over_kb, read_chat
 from kvweave.serve.routes.reply import (
     CLIENT_CLOSED,
-    ClientGone,
     Event,
     ReplyHead,
     batches,
     give_up,
-    unless_gone,
 )
 from kvweave.serve.wire.chat import ChatRequest, ReuseIn
 from kvweave.serve.wire.compare import (
@@ -61,7 +60,8 @@ def compare_routes(context: Context) -> APIRouter:
     async def compare(body: CompareRequest, request: Request) -> Response:
         comparison = Comparison(context, body, tenant_of(request.scope))
         try:
-            await unless_gone(request, comparison.begin())  # until here it can still be a 400
+            with while_connected(request.receive):
+                await comparison.begin()  # until here it can still be a 400
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
         events = as_events(comparison.events(), HEARTBEAT_S)

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from kvweave.app.weave import Answer, TokenLogprob, ToolCall
 from kvweave.serve.auth import tenant_of
+from kvweave.serve.departures import ClientGone, while_connected
 from kvweave.serve.errors import ApiError
 from kvweave.serve.wire.base import PromptTokensDetails, Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
@@ -20,10 +21,6 @@ T = TypeVar("T")
 Event = dict[str, Any]  # one chunk of a streamed reply
 
 CLIENT_CLOSED = 499  # its client is gone; it shows in logs
-
-
-class ClientGone(Exception):
-    """The client closed the connection before it had its reply."""
 
 
 class ReplyFormat(Protocol):
@@ -96,10 +93,11 @@ async def reply(
 
     try:
         if not stream:
-            answers = await unless_gone(request, _all(job.mailbox.finish() for job in jobs))
+            with while_connected(request.receive):
+                answers = await _all([job.mailbox.finish() for job in jobs])
             return form.whole(answers, jobs)
-        # until here an unsound prompt can still be a 400
-        await unless_gone(request, _all(job.mailbox.opened() for job in jobs))
+        with while_connected(request.receive):  # until here an unsound prompt can still be a 400
+            await _all([job.mailbox.opened() for job in jobs])
         events = EventStream(as_events(form.chunks(jobs), HEARTBEAT_S), on_close=close)
         handed_over = True
         return events
@@ -110,22 +108,10 @@ async def reply(
             close()
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or ClientGone as soon as the client hangs up."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        working.cancel()
-        leaving.cancel()
-
-
-async def _all(works: Any) -> list[Any]:
+async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in order; the first failure at once."""
+    if len(works) == 1:  # as almost always: without tasks
+        return [await works[0]]
     return list(await asyncio.gather(*works))
 
 
@@ -134,12 +120,6 @@ def give_up(jobs: Sequence[AnswerJob], within_s: float) -> None:
     message = f"the answer was not finished within {within_s:g} s; ask for fewer tokens"
     for job in jobs:
         job.abandon(ApiError(504, message, code="timeout"))
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client hangs up. The body has been read, so nothing else can come."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class PieceBatch(NamedTuple):

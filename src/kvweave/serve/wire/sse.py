@@ -3,16 +3,19 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from kvweave.serve.departures import ClientGone, while_connected
 from kvweave.serve.errors import as_api_error, error_body
 
 DONE = "data: [DONE]\n\n"
 HEARTBEAT = ": still at it\n\n"  # a comment: clients pass it over
 HEARTBEAT_S = 10.0
+MOST_AHEAD = 16  # events that wait for a slow client; what comes then waits as pieces, and merges
 
 
 class EventStream(StreamingResponse):
@@ -21,12 +24,24 @@ class EventStream(StreamingResponse):
     def __init__(self, events: AsyncIterator[str], on_close: Callable[[], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies, pass it on
         super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._events = events
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A generator's own `finally` is not enough: cancelled while it sends, it is not running.
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(ClientGone), while_connected(receive):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                async for text in self._events:
+                    body = text.encode()
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
         finally:
             self._on_close()
 
@@ -38,25 +53,37 @@ async def as_events(
     here and a read there. The status has been sent, so a failure is an event too, and the last. A
     comment goes out where there was none for `heartbeat_s`: proxies cut what is silent."""
     events: list[str] = []
-    waiting = asyncio.ensure_future(anext(chunks))
+    news, room = asyncio.Event(), asyncio.Event()
+
+    async def collect() -> None:
+        try:
+            async for chunk in chunks:
+                events.append(_event(chunk))
+                news.set()
+                if len(events) >= MOST_AHEAD:
+                    room.clear()
+                    await room.wait()
+            events.append(DONE)
+        except Exception as error:  # nothing above could still tell the client
+            events.append(_event(error_body(as_api_error(error))))
+        news.set()
+
+    collecting = asyncio.create_task(collect())
     try:
-        while True:
-            if not events:
-                while not (await asyncio.wait({waiting}, timeout=heartbeat_s))[0]:
-                    yield HEARTBEAT
-            elif not waiting.done():
-                yield "".join(events)
-                events.clear()
+        while events or not collecting.done():
+            try:
+                async with asyncio.timeout(heartbeat_s):
+                    await news.wait()
+            except TimeoutError:
+                yield HEARTBEAT
                 continue
-            events.append(_event(waiting.result()))
-            waiting = asyncio.ensure_future(anext(chunks))
-            await asyncio.sleep(0)  # a turn: what is there by then goes along
-    except StopAsyncIteration:
-        yield "".join([*events, DONE])
-    except Exception as error:  # nothing above could still tell the client
-        yield "".join([*events, _event(error_body(as_api_error(error)))])
+            news.clear()
+            text = "".join(events)
+            events.clear()
+            room.set()
+            yield text
     finally:
-        waiting.cancel()
+        collecting.cancel()
 
 
 def _event(document: dict[str, Any]) -> str:

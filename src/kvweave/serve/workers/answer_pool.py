@@ -72,7 +72,7 @@ class AnswerJob:
     ) -> None:
         """`piecewise`: someone reads the pieces as they come, not the whole answer alone."""
         self.tenant = tenant
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(piecewise=piecewise)
         self._tenants = tenants
         self.answer: Answer | None = None  # once it is finished
         self.queue_s = 0.0  # how long it waited for a worker; known once the mailbox is open

@@ -18,10 +18,14 @@ class Mailbox:
     writer's blocks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, piecewise: bool = True) -> None:
+        """Not `piecewise`: nobody takes the pieces, so they are not kept, and nobody is woken up
+        before the end."""
         self._loop = asyncio.get_running_loop()
+        self._piecewise = piecewise
         self._news = asyncio.Event()  # touched on the loop's thread only
         self._lock = threading.Lock()  # guards all below
+        self._is_rung = False  # the reader will look, and has not yet
         self._is_open = False
         self._is_over = False
         self._pieces: list[Piece] = []
@@ -32,22 +36,24 @@ class Mailbox:
         """The request is sound; computing begins."""
         with self._lock:
             self._is_open = True
-        self._ring()
+            if self._piecewise:
+                self._ring()
 
     def put(self, piece: Piece) -> None:
-        with self._lock:
-            self._pieces.append(piece)
-        self._ring()
+        if self._piecewise:
+            with self._lock:
+                self._pieces.append(piece)
+                self._ring()
 
     def end(self, answer: Answer) -> None:
         with self._lock:
             self._answer, self._is_over = answer, True
-        self._ring()
+            self._ring()
 
     def fail(self, error: Exception) -> None:
         with self._lock:
             self._error, self._is_over = self._error or error, True
-        self._ring()
+            self._ring()
 
     async def opened(self) -> None:
         """Wait for `open`; raise what the writer failed with before."""
@@ -85,4 +91,13 @@ class Mailbox:
         return self._answer
 
     def _ring(self) -> None:
-        self._loop.call_soon_threadsafe(self._news.set)
+        """Once until the reader has looked: waking the loop costs more than all else here. Lock is
+        held."""
+        if not self._is_rung:
+            self._is_rung = True
+            self._loop.call_soon_threadsafe(self._hear)
+
+    def _hear(self) -> None:
+        with self._lock:
+            self._is_rung = False
+        self._news.set()
