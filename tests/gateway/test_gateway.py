@@ -84,7 +84,7 @@ def test_a_reply_names_its_sources_as_the_engine_does(
         chat(url, "How is a probe drained?", **asked)["sources"] for url in (filled.url, engine.url)
     )
     assert len(through) == 2
-    unknown = {"document": None, "tier": None, "fate": None}  # documents have ids of their own
+    unknown = {"document_id": None, "tier": None, "fate": None}  # documents have ids of their own
     assert [{**s, **unknown} for s in through] == [{**s, **unknown} for s in direct]
     assert [s["fate"] for s in through] == [None, None]
     documents = httpx.get(f"{filled.url}/v1/kb/cluster/documents", timeout=60).json()["data"]
@@ -96,7 +96,7 @@ def test_a_reply_names_its_sources_as_the_engine_does(
     reply = httpx.post(f"{filled.url}/v1/chat/completions", json=body, timeout=60).text
     events = [json.loads(e[6:]) for e in reply.split("\n\n") if e.startswith("data: {")]
     (told,) = [event["sources"] for event in events if "sources" in event]
-    assert told[0]["document"] in titles
+    assert told[0]["document_id"] in titles
     where = f"{filled.url}/v1/kb/cluster/chunks/{through[0]['chunk']}"
     assert httpx.get(where, timeout=60).json()["asked"] > 0, "it was in a prompt"
 
