@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LLAMACPP := .venv-llamacpp
 CLIENTS := .venv-clients
+WEBUI := .venv-openwebui
 # modules are compiled when they are first imported: most of what torch brings never is
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients fuzz sbom lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui fuzz sbom lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -28,7 +29,7 @@ test: $(VENV)/.dev models  ## install what is missing and run the plain test sui
 	$(PYTEST)
 
 test-slow: $(VENV)/.dev models  ## the long tests too
-	$(PYTEST) -m "not gpu and not ui and not vllm"
+	$(PYTEST) -m "not gpu and not ui and not vllm and not webui"
 
 test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go to build/ui
 	@.ci/browser
@@ -58,6 +59,10 @@ lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with ha
 test-clients: $(CLIENTS)/.clients  ## openai, LangChain, LlamaIndex, litellm and llm against a real server: docs/clients.md
 	$(CLIENTS)/bin/python -m pytest tests/clients
 
+test-webui: $(VENV)/.ui $(WEBUI)/.webui  ## a real Open WebUI before real servers, by its API and in a browser: docs/clients.md
+	@.ci/browser
+	$(BIN)/python -m pytest -m webui tests/clients
+
 check: $(VENV)/.dev  ## format, lint and type check
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
@@ -75,7 +80,7 @@ vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build and kvweave i
 llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
 
 clean:  ## remove the virtual environments and caches (not the models)
-	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) $(WEBUI) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -119,6 +124,15 @@ $(CLIENTS)/.clients: Makefile pyproject.toml constraints.txt
 	  pytest pytest-timeout hypothesis httpx transformers openai langchain-openai llama-index-core litellm llm
 	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
 	  llama-index-llms-openai llama-index-llms-openai-like
+	@touch $@
+
+# Its pins are its own, and 2.5 GB; torch is ours, first and held, or CUDA comes with it.
+$(WEBUI)/.webui: Makefile constraints.txt
+	@echo "setting up $(WEBUI) (once, a few minutes)"
+	@test -x $(WEBUI)/bin/python || $(PYTHON) -m venv $(WEBUI)
+	@grep '^torch==' constraints.txt > $(WEBUI)/torch.txt
+	@$(WEBUI)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch numpy
+	@$(WEBUI)/bin/pip install --quiet --disable-pip-version-check --no-compile -c $(WEBUI)/torch.txt open-webui==0.12.4
 	@touch $@
 
 # wheels for x86-64 and aarch64; llama-cpp-python has none on the package index

@@ -69,7 +69,7 @@ WEIGHT: dict[str, Any] = {
 CALL = '<tool_call>\n{"name": "width_of", "arguments": {"thing": "zorb"}}\n</tool_call>'
 
 
-def make_tool_model_folder(root: Path) -> Path:
+def make_tool_model_folder(root: Path, context: int = 2048) -> Path:
     """A tiny random llama whose template shows tools; calls have control tokens around them."""
     fast = make_tokenizer_files(root / "llama")
     fast.add_tokens([AddedToken(tag, special=False) for tag in ("<tool_call>", "</tool_call>")])
@@ -78,7 +78,7 @@ def make_tool_model_folder(root: Path) -> Path:
     (root / "llama" / "tokenizer_config.json").write_text(json.dumps(config))
     size = fast.get_vocab_size()
     ids = {"bos_token_id": 0, "eos_token_id": 2}
-    return make_model_folder(root, "llama", vocab_size=size, max_position_embeddings=2048, **ids)
+    return make_model_folder(root, "llama", vocab_size=size, max_position_embeddings=context, **ids)
 
 
 class TellingDecoder(Decoder):
