@@ -126,8 +126,15 @@ def test_it_gets_an_answer_whole_and_in_a_stream(webui: WebUI, model: str) -> No
 def test_settings_of_a_chat_arrive(webui: WebUI) -> None:
     """As its page sends them: under `params`."""
     params = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3,
-        "frequency_penalty": 0.1, "presence_penalty": 0.1, "stop": ["zz"], "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "seed": 3,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "stop": ["zz"],
+        "max_tokens": 3,
     }
     body = {"model": MODEL, "messages": user(ASKED), "stream": False, "params": params}
     assert webui.call("POST", "/api/chat/completions", body)["usage"]["completion_tokens"] == 3
