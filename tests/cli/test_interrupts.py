@@ -12,7 +12,7 @@ import pytest
 from kvweave.cli.interrupts import EXIT_CODE, PATIENCE_S
 from worlds.interrupted import start
 
-LONG = 60.0  # seconds of computing, far beyond what a test waits for
+LONG = 300.0  # seconds of computing, far beyond what a test waits for, on a busy machine too
 RUN = "kvweave.engine.runner:Runner.run"  # on the engine thread
 
 
@@ -91,21 +91,24 @@ def test_a_step_that_takes_long_is_not_waited_for(chat_model_folder: Path) -> No
     process = start(RUN, LONG, ask(chat_model_folder))
     process.send_signal(signal.SIGINT)
     began_s = time.monotonic()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=LONG / 2)
     assert (process.returncode, err.strip()) == (EXIT_CODE, "kvweave: interrupted, left at once")
-    assert PATIENCE_S * 0.9 < time.monotonic() - began_s < LONG / 2
+    assert time.monotonic() - began_s > PATIENCE_S * 0.9
 
 
 def test_a_second_control_c_leaves_at_once(chat_model_folder: Path) -> None:
-    process = start(RUN, LONG, ask(chat_model_folder))
+    """It would wait for longer than the step takes. Two that come together are one: a third and a
+    fourth come where the machine is too busy to hear them apart."""
+    process = start(RUN, LONG, ask(chat_model_folder), patience_s=2 * LONG)
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)  # two of one kind that come together are one
+    time.sleep(1.0)
     assert process.poll() is None, "the first one waits for the step"
-    process.send_signal(signal.SIGINT)
-    began_s = time.monotonic()
-    process.communicate(timeout=60)
+    give_up_s = time.monotonic() + LONG / 2
+    while process.poll() is None and time.monotonic() < give_up_s:
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+    process.communicate(timeout=1.0)
     assert process.returncode == EXIT_CODE
-    assert time.monotonic() - began_s < PATIENCE_S - 1.0
 
 
 def test_a_job_in_the_background_is_left_alone(chat_model_folder: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
+PATIENCE = "INTERRUPTED_PATIENCE_S"  # a variable of the process
 
 
 @contextmanager
@@ -34,9 +35,14 @@ def sigint(action: Any) -> Iterator[None]:
 
 
 def start(
-    moment: str, seconds: float, args: Sequence[object], *, ignored: bool = False
+    moment: str,
+    seconds: float,
+    args: Sequence[object],
+    *,
+    ignored: bool = False,
+    patience_s: float | None = None,
 ) -> subprocess.Popen[str]:
-    """The process, once it has come to its moment."""
+    """The process, once it has come to its moment. `patience_s`: instead of PATIENCE_S."""
     command = [sys.executable, "-m", "worlds.interrupted", moment, seconds, *args]
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     with sigint(signal.SIG_IGN if ignored else signal.default_int_handler):
@@ -45,7 +51,11 @@ def start(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                **({} if patience_s is None else {PATIENCE: str(patience_s)}),
+            },
         )
     assert process.stdout is not None
     while (line := process.stdout.readline()) != "NOW\n":
@@ -108,6 +118,9 @@ def _main() -> None:
 
         ingest = importlib.import_module("kvweave.cli.ingest")
         ingest.find_embedder = lambda _: WordEmbedder()  # type: ignore[attr-defined]
+    if PATIENCE in os.environ:
+        interrupts = importlib.import_module("kvweave.cli.interrupts")
+        interrupts.PATIENCE_S = float(os.environ[PATIENCE])  # type: ignore[attr-defined]
     sys.argv = ["kvweave", *args]
     from kvweave.__main__ import main
 
