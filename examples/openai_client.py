@@ -20,7 +20,7 @@ print(f"serving {model}\n")
 
 reply = client.chat.completions.create(
     model=model,
-    messages=[{"role": "user", "content": "What is the capital of France?"}],
+    messages=[{"role": "user", "content": "What is the chemical symbol for water?"}],
     temperature=0,
     max_tokens=args.max_tokens,
 )

@@ -122,8 +122,10 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     *lines, last = err.splitlines()
     assert last == "stopped"
     assert lines[0].startswith("kvweave: measuring this machine"), "before it greets"
-    # a busy machine is measured once more, and said to be
-    assert any(line.startswith("kvweave: measured in ") for line in lines[1:3])
+    # a busy machine is measured once more, and said to be; products that fell behind are, too
+    told_s = [n for n, line in enumerate(lines) if line.startswith("kvweave: measured in ")]
+    assert told_s
+    assert not any(line.startswith("{") for line in lines[: told_s[0]]), "before it serves"
     logged = [json.loads(line) for line in lines if line.startswith("{")]
     assert [line["status"] for line in logged if line["request_id"] == "mine"] == [200]
     assert "sk-secret-1" not in err
@@ -139,18 +141,19 @@ def test_smollm2_answers_through_the_server_and_the_example_runs() -> None:
     assert peek(EMBEDDED["smollm2"], ModelCache()) is not None, NO_MODEL
     with started("--model", "smollm2") as (_, address, _):
         with OpenAI(base_url=address, api_key="none", max_retries=0) as client:
-            question = [{"role": "user", "content": "What is the capital of France?"}]
+            # leads by two nats at every token: no rounding of any CPU answers otherwise
+            question = [{"role": "user", "content": "What is the chemical symbol for water?"}]
             reply = client.chat.completions.create(
-                model="smollm2", messages=question, temperature=0, max_tokens=12
+                model="smollm2", messages=question, temperature=0, max_tokens=16
             )
-            assert "Paris" in reply.choices[0].message.content
+            assert "H2O" in reply.choices[0].message.content
             assert reply.choices[0].finish_reason == "stop"
-        example = [EXAMPLES / "openai_client.py", "--base-url", address, "--max-tokens", "12"]
+        example = [EXAMPLES / "openai_client.py", "--base-url", address, "--max-tokens", "16"]
         ran = subprocess.run([sys.executable, *example], capture_output=True, timeout=240)
         assert ran.returncode == 0, ran.stderr.decode()
         said = ran.stdout.decode()
         assert "serving smollm2" in said
-        assert "Paris" in said
+        assert "H2O" in said
         assert re.search(r"from documents: .*14", said)
 
 

@@ -63,7 +63,10 @@ def test_a_way_far_behind_is_not_tried_with_more_rows() -> None:
     num_ways = len(measure_ways(SMALL))
     times = measure_ways(SMALL, timed)
     assert set(times[FLOAT32]) == set(ROWS)
-    assert all(set(each) == {ROWS[0]} for name, each in times.items() if name != FLOAT32)
+    # but for the fastest of them: one row may have been disturbed (is_doubtful)
+    tried = [set(each) for name, each in times.items() if name != FLOAT32]
+    assert sum(each != {ROWS[0]} for each in tried) <= 1
+    assert len(tried) > 1
 
 
 def test_a_way_that_raises_is_no_candidate() -> None:

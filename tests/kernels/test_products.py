@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.product_probe import working_ways
 from kvweave.kernels.products import WAYS, ByRows
-from kvweave.kernels.rounded import even_dims, round_weight, split_dims
+from kvweave.kernels.rounded import RoundedWeight, even_dims, round_weight, split_dims
 
 IN, OUT = 192, 64
 ALWAYS = "int8 rows, int_mm"  # needs no library beside torch: it must work wherever these run
@@ -26,14 +27,16 @@ def make_rows(num_rows: int) -> Tensor:
 
 def make_product(name: str, bias: Tensor | None = None, *, split: bool = True) -> Projection:
     parts = split_dims(make_rows(8).abs().amax(0), 64) if split else None
-    try:
-        product = WAYS[name](round_weight(make_weight(), bias, parts))
-        product(make_rows(2))
-    except Exception as error:
-        if name == ALWAYS:
-            raise
-        pytest.skip(f"this torch or CPU has no such way: {error}")
-    return product
+    return make_way(name, round_weight(make_weight(), bias, parts))
+
+
+def make_way(name: str, weight: RoundedWeight) -> Projection:
+    """Skips where the probe would not take it: this torch or CPU does not have it, or wrongly."""
+    found = working_ways(weight, make_rows(1))
+    if name not in found:
+        assert name != ALWAYS, "it must work wherever these run"
+        pytest.skip("this torch or CPU has no such way that multiplies rightly")
+    return found[name]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 300])
@@ -95,15 +98,10 @@ def test_a_split_value_is_rounded_as_one(name: str) -> None:
     weight = torch.ones(OUT, IN)
     parts = torch.ones(IN, dtype=torch.int64)
     parts[3] = 5
-    try:
-        product = WAYS[name](round_weight(weight, None, parts))
-        x = torch.zeros(2, IN)
-        x[:, 0], x[:, 3], x[:, 9] = 127.0, 333.0, -55.0  # the scale of the row is 1
-        found = product(x)
-    except Exception as error:
-        if name == ALWAYS:
-            raise
-        pytest.skip(f"this torch or CPU has no such way: {error}")
+    product = make_way(name, round_weight(weight, None, parts))
+    x = torch.zeros(2, IN)
+    x[:, 0], x[:, 3], x[:, 9] = 127.0, 333.0, -55.0  # the scale of the row is 1
+    found = product(x)
     torch.testing.assert_close(found, torch.full((2, OUT), 127.0 + 333.0 - 55.0))
 
 
@@ -115,12 +113,7 @@ def test_dims_that_are_evened_out_make_the_others_finer(name: str, split: bool) 
     powers = even_dims(largest, weight.abs().amax(0), 0.5)
     parts = split_dims(largest / torch.exp2(powers.float()), 64) if split else None
     exact, plain = Linear(weight)(x), make_product(name, split=split)(x)
-    try:
-        evened = WAYS[name](round_weight(weight, None, parts, powers))(x)
-    except Exception as error:
-        if name == ALWAYS:
-            raise
-        pytest.skip(f"this torch or CPU has no such way: {error}")
+    evened = make_way(name, round_weight(weight, None, parts, powers))(x)
     better = (evened - exact).square().mean() / (plain - exact).square().mean()
     assert better < (1.1 if split else 0.5)
 

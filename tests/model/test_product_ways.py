@@ -53,6 +53,34 @@ def test_times_of_another_machine_or_a_broken_file_are_measured_anew(tmp_path: P
         assert renewed.asked == [SHAPE], broken
 
 
+def test_times_that_a_busy_machine_explains_are_taken_again_and_not_kept(tmp_path: Path) -> None:
+    """Integers that win with many rows and lose with one, though they are a quarter of the bytes."""
+    large = Shape(512, 512)
+    crowded = make_times(float32=1.0, int_mm=0.5)
+    crowded[INT_MM][1] = 4.0
+    path = tmp_path / "products.json"
+    first = Measured(crowded)
+    ways = ProductWays(path, machine="a", measure=first)
+    _, names = ways.product(Linear(torch.randn(512, 512)), None)
+    assert set(names) == {INT_MM}, "what one row lost by says nothing"
+    assert first.asked == [large, large]
+    second = Measured(make_times(float32=1.0, int_mm=0.5))
+    for _ in range(2):
+        ProductWays(path, machine="a", measure=second).times(large)
+    assert second.asked == [large], "measured at the next start, and kept"
+
+
+def test_a_small_product_may_lose_with_one_row(tmp_path: Path) -> None:
+    """There it is the call that takes the time, and float32 is the right answer."""
+    times = make_times(float32=1.0, int_mm=0.5)
+    times[INT_MM][1] = 4.0
+    measured = Measured(times)
+    small = Linear(torch.randn(64, 128))
+    kept, _ = ProductWays(tmp_path / "p.json", machine="a", measure=measured).product(small, None)
+    assert kept is small
+    assert measured.asked == [SHAPE]
+
+
 def test_a_machine_is_its_cpu_torch_and_threads() -> None:
     words = machine_words()
     assert torch.__version__ in words

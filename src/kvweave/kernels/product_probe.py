@@ -3,8 +3,8 @@
 All ways of a shape take turns, and the least time of each counts, so that a busy machine disturbs
 all of them alike. For few rows the caches are emptied in between: in a pass over a model no weight
 is found where the last pass left it. A first start waits for this, so little is measured that
-cannot matter: one row and many rows with every way (one that is far behind with one row is not
-tried with more), what lies between with float32 and the two that were fastest.
+cannot matter: one row and many rows with every way (but for the fastest, one that is far behind
+with one row is not tried with more), what lies between with float32 and the two that were fastest.
 """
 
 import logging
@@ -32,6 +32,7 @@ GAIN = 0.9  # of float32's time that a way must stay below with many rows
 LOSS = 1.05  # of float32's time that it may take with any number of them
 COPY = 1.2  # times the fastest that a way may take which saves a copy of the weights
 MOST_OUT = 4096  # output dims that are measured of a larger matrix
+LARGE = 1 << 18  # values of a matrix whose reading, not its calls, is what a single row takes
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def measure_ways(shape: Shape, time_of: Clock = clock) -> Times:
     weight = round_weight(exact, None, parts)
     products: dict[str, Projection] = {FLOAT32: Linear(exact)}
     times: Times = {}
-    products |= _made(weight, torch.randn(1, shape.in_dim, generator=generator))
+    products |= working_ways(weight, torch.randn(1, shape.in_dim, generator=generator))
     cold = torch.zeros(COLD_BYTES, dtype=torch.int8)
     ends = (ROWS[0], ROWS[-1])
     for rows in (*ends, *(each for each in ROWS if each not in ends)):
@@ -86,11 +87,27 @@ def measure_ways(shape: Shape, time_of: Clock = clock) -> Times:
             times.setdefault(name, {})[rows] = seconds
         if rows == ends[0]:
             most_s = BEHIND * min(found.values())
-            products = {n: p for n, p in products.items() if n == FLOAT32 or found[n] < most_s}
+            kept = {FLOAT32, _fastest(times, rows), *(n for n in found if found[n] < most_s)}
+            products = {name: product for name, product in products.items() if name in kept}
         elif rows == ends[1]:
             kept = {FLOAT32, *(_fastest(times, end) for end in ends)}
             products = {name: product for name, product in products.items() if name in kept}
     return times
+
+
+def is_doubtful(shape: Shape, times: Times) -> bool:
+    """Whether something else ran meanwhile: integers that win with many rows and lose with one,
+    though they are a quarter of the bytes. A team of threads waits for the last of them, which a
+    busy core keeps; float32's single row often has one thread, and waits for none."""
+    if shape.in_dim * shape.out_dim < LARGE:
+        return False
+    one, many = ROWS[0], ROWS[-1]
+    exact = times[FLOAT32]
+    return any(
+        each.get(many, math.inf) < GAIN * exact[many] and each[one] > LOSS * exact[one]
+        for name, each in times.items()
+        if name != FLOAT32
+    )
 
 
 def _fastest(times: Times, rows: int) -> str:
@@ -99,9 +116,10 @@ def _fastest(times: Times, rows: int) -> str:
     return min(tried, key=tried.__getitem__, default=FLOAT32)
 
 
-def _made(weight: RoundedWeight, x: torch.Tensor) -> dict[str, Projection]:
-    """The ways that this torch and CPU have: made, run once, and right. Some CPUs multiply 8-bit
-    integers in 16 bits, which overflow."""
+def working_ways(weight: RoundedWeight, x: torch.Tensor) -> dict[str, Projection]:
+    """The ways that this torch and CPU have: made, run with rows like x [1, I], and right. Some CPUs
+    multiply 8-bit integers in 16 bits, which overflow; oneDNN's dynamic product on Arm
+    is right with as many rows as it was first called with, and with no other number."""
     made: dict[str, Projection] = {}
     x = torch.cat([x, x.abs(), torch.full_like(x, 3.0)])  # the last: every integer is the largest
     right = IntegerRows(weight, plain_integers(weight))(x)
@@ -144,10 +162,10 @@ def _take_turns(
     return best
 
 
-def choose_ways(times: Times) -> tuple[str, ...]:
+def choose_ways(times: Times, *, doubtful: bool = False) -> tuple[str, ...]:
     """The way to take for each of ROWS: the fastest, in integers for all of them or in float32 for
     all, so that a row is the same whatever runs beside it. In integers only where they win with
-    many rows and lose with none.
+    many rows and lose with none; what they lose by `doubtful` times does not count.
 
     Every way has a copy of the weights in memory, which takes time to make: one that is hardly
     faster than another that is taken anyway is not."""
@@ -157,7 +175,7 @@ def choose_ways(times: Times) -> tuple[str, ...]:
     for rows in ROWS:
         timed = {name: each[rows] for name, each in tried.items() if rows in each}
         best = min(timed, key=timed.__getitem__, default=FLOAT32)
-        if best == FLOAT32 or timed[best] > LOSS * exact[rows]:
+        if best == FLOAT32 or (timed[best] > LOSS * exact[rows] and not doubtful):
             return (FLOAT32,) * len(ROWS)
         chosen.append(best)
     if tried[chosen[-1]][ROWS[-1]] > GAIN * exact[ROWS[-1]]:

@@ -4,7 +4,8 @@
 
 A file of another CPU, torch version, number of threads or of other compiled kernels has another
 name, and one whose contents do not say the same as its name is measured anew. A folder that cannot
-be written costs the measurement at every start.
+be written costs the measurement at every start. Times that only a busy machine explains are taken
+once more, and not kept if that does not help.
 """
 
 import hashlib
@@ -30,6 +31,7 @@ from kvweave.kernels.product_probe import (
     Shape,
     Times,
     choose_ways,
+    is_doubtful,
     measure_ways,
 )
 from kvweave.kernels.products import FLOAT32, WAYS, ByRows
@@ -87,6 +89,8 @@ class ProductWays:
         if shape not in self._times:
             log.info("measuring products of %d × %d, once", *shape)
             self._times[shape] = self._measure(shape)
+            if is_doubtful(shape, self._times[shape]):
+                self._times[shape] = self._measure(shape)
             self._save()
         return self._times[shape]
 
@@ -96,7 +100,8 @@ class ProductWays:
         """`linear` by the fastest ways, dims split into `parts` and evened out by `powers`; and
         which these are, by ROWS. `linear` itself where float32 is taken."""
         shape = Shape(linear.weight.shape[1], linear.weight.shape[0])
-        names = choose_ways(self.times(shape))
+        times = self.times(shape)
+        names = choose_ways(times, doubtful=is_doubtful(shape.measured, times))
         if set(names) == {FLOAT32}:
             return linear, names
         weight = round_weight(linear.weight, linear.bias, parts, powers)
@@ -114,7 +119,8 @@ class ProductWays:
             return {}  # none yet, or broken: measured (again)
 
     def _save(self) -> None:
-        shapes = {f"{s.in_dim}x{s.out_dim}": times for s, times in self._times.items()}
+        kept_times = ((s, t) for s, t in self._times.items() if not is_doubtful(s, t))
+        shapes = {f"{s.in_dim}x{s.out_dim}": times for s, times in kept_times}
         kept = {"format": FORMAT, "machine": self._machine, "shapes": shapes}
         fresh = self._path.with_name(f"{self._path.name}.{os.getpid()}.{os.urandom(4).hex()}.new")
         try:

@@ -40,6 +40,8 @@ INLINE Vec larger(Vec a, Vec b) {
     return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX__)
     return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__ARM_NEON)
+    return (Vec)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     Vec most;
     for (int n = 0; n < WIDTH; n++) most[n] = a[n] > b[n] ? a[n] : b[n];
@@ -61,10 +63,9 @@ INLINE float dot_floats(const float *a, const float *b, int64_t count) {
     return sum;
 }
 
-/* e^x to about 2 units in the last place; x within ±87, beyond which it stays. nan is nan. */
-INLINE float exp_near(float x) {
+/* e^x of x up to 87, to about 2 units in the last place; below -87 it stays. nan is nan. */
+INLINE float exp_below(float x) {
     const float shift = 12582912.0f; /* 1.5 · 2^23: what is added to it is rounded to a whole one */
-    x = x > 87.0f ? 87.0f : x;
     x = x < -87.0f ? -87.0f : x;
     float moved = x * 1.44269504f + shift;
     float n = moved - shift; /* x = n ln 2 + rest */
@@ -84,6 +85,9 @@ INLINE float exp_near(float x) {
     memcpy(&power, &bits, sizeof power);
     return y * power;
 }
+
+/* The same, for every x; it stays beyond ±87. */
+INLINE float exp_near(float x) { return exp_below(x > 87.0f ? 87.0f : x); }
 
 /* One row; `to` may be `from`. */
 static void norm_row(const float *from, const float *weight, float eps, float *to, int64_t dim) {

@@ -93,10 +93,13 @@ INLINE void end(Sums s, int32_t *sums) {
 }
 
 #elif defined(__ARM_FEATURE_DOTPROD) && !defined(KVW_PLAIN)
+/* Sixteen columns of a row come with one load, and a lane of them is multiplied: to fill a register
+ * with four columns would take a place among the products. */
 #define KIND "NEON dot product"
 #define SHIFT 0
-#define TILE_ROWS 6
+#define TILE_ROWS 4 /* more of them, and the compiler runs out of registers */
 #define TILE_VECS 1
+#define LANE_GROUPS 4 /* of one load */
 typedef int8_t Code;
 typedef struct { int32x4_t of4[4]; } Sums;
 typedef struct { int8x16_t of4[4]; } Weights;
@@ -118,6 +121,10 @@ INLINE Sums dot(Sums s, Four x, Weights w) {
     for (int i = 0; i < 4; i++) s.of4[i] = vdotq_s32(s.of4[i], w.of4[i], x);
     return s;
 }
+INLINE Four lanes_at(const Code *x) { return vld1q_s8(x); }
+/* not a function: the lane must be a constant before anything is inlined */
+#define ADD_LANE(s, x, lane, w)                                                                    \
+    for (int i = 0; i < 4; i++) (s).of4[i] = vdotq_laneq_s32((s).of4[i], (w).of4[i], x, lane);
 INLINE void end(Sums s, int32_t *sums) {
     for (int i = 0; i < 4; i++) vst1q_s32(sums + 4 * i, s.of4[i]);
 }

@@ -8,6 +8,42 @@
 #define KEYS 64       /* that are looked at together */
 #define HIDDEN -1e30f /* score of a key that a row does not see */
 
+#if defined(__ARM_NEON)
+/* One load brings four numbers of a, and vectors are multiplied by one lane of it: to fill a
+ * register with each number would take a place among the products. Returns how deep it went. */
+INLINE int64_t multiply_by_lanes(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, Vec sums[DEEP][VECS],
+    int64_t depth) {
+    int64_t k = 0;
+    float32x4_t held[VECS];
+/* loads stay where they are: the compiler would bring all of them forward, and push sums out */
+#define HOLD(depth)                                                                                \
+    __asm__ volatile("" ::: "memory");                                                             \
+    for (int v = 0; v < VECS; v++) held[v] = vld1q_f32(b + (depth) * QUERIES + v * WIDTH);
+#define ADD_ROW(r, of, lane)                                                                       \
+    for (int v = 0; v < VECS; v++)                                                                 \
+        sums[r][v] = (Vec)vfmaq_laneq_f32((float32x4_t)sums[r][v], held[v], of, lane);
+#define ADD_DEPTH(i)                                                                               \
+    HOLD(k + i) ADD_ROW(0, of[0], i) ADD_ROW(1, of[1], i) ADD_ROW(2, of[2], i) ADD_ROW(3, of[3], i)
+    if (a_depth == 1) {
+        for (; k + 4 <= depth; k += 4) {
+            float32x4_t of[DEEP];
+            for (int r = 0; r < DEEP; r++) of[r] = vld1q_f32(a + r * a_row + k);
+            ADD_DEPTH(0) ADD_DEPTH(1) ADD_DEPTH(2) ADD_DEPTH(3)
+        }
+    } else if (a_row == 1) {
+        for (; k < depth; k++) {
+            float32x4_t of = vld1q_f32(a + k * a_depth);
+            HOLD(k) ADD_ROW(0, of, 0) ADD_ROW(1, of, 1) ADD_ROW(2, of, 2) ADD_ROW(3, of, 3)
+        }
+    }
+    return k;
+#undef HOLD
+#undef ADD_ROW
+#undef ADD_DEPTH
+}
+#endif
+
 /* out [rows][QUERIES] (+)= sum over k of a [rows][depth] (strides) times b [depth][QUERIES]; rows
  * is a constant where this is inlined. */
 INLINE void small_product(
@@ -22,7 +58,11 @@ INLINE void small_product(
                 float *at = out + r * QUERIES + lane + v * WIDTH;
                 sums[r][v] = add ? load_vec(at) : (Vec){0};
             }
-        for (int64_t k = 0; k < depth; k++) {
+        int64_t k = 0;
+#if defined(__ARM_NEON)
+        if (rows == DEEP) k = multiply_by_lanes(a, a_row, a_depth, b + lane, sums, depth);
+#endif
+        for (; k < depth; k++) {
             Vec held[VECS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) held[v] = load_vec(b + k * QUERIES + lane + v * WIDTH);
@@ -43,8 +83,12 @@ static void product(
     const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, int64_t rows,
     int64_t depth, int add) {
     int64_t r = 0;
-    for (; r + DEEP <= rows; r += DEEP)
-        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, DEEP, depth, add);
+    if (a_depth == 1) /* a constant for what is inlined */
+        for (; r + DEEP <= rows; r += DEEP)
+            small_product(a + r * a_row, a_row, 1, b, out + r * QUERIES, DEEP, depth, add);
+    else
+        for (; r + DEEP <= rows; r += DEEP)
+            small_product(a + r, 1, a_depth, b, out + r * QUERIES, DEEP, depth, add);
     for (; r < rows; r++)
         small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, 1, depth, add);
 }
@@ -84,11 +128,11 @@ static int weigh_scores(
             most[v] = larger(load_vec(weights + k * QUERIES + v * WIDTH), most[v]);
     memcpy(now, most, sizeof now);
     for (int n = 0; n < QUERIES; n++) moved |= now[n] != top[n];
-    for (int n = 0; n < QUERIES; n++) fade[n] = exp_near(top[n] - now[n]);
+    for (int n = 0; n < QUERIES; n++) fade[n] = exp_below(top[n] - now[n]);
     memcpy(top, now, sizeof now);
     for (int64_t k = 0; k < count; k++)
         for (int n = 0; n < QUERIES; n++)
-            weights[k * QUERIES + n] = exp_near(weights[k * QUERIES + n] - top[n]);
+            weights[k * QUERIES + n] = exp_below(weights[k * QUERIES + n] - top[n]);
     if (left) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
     for (int64_t k = 0; k < count; k++)
 #pragma GCC unroll 8

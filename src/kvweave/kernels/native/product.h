@@ -121,7 +121,23 @@ INLINE void multiply_tile(
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < TILE_VECS; v++) sums[r][v] = begin(p->start + first + v * LANES);
-    for (int64_t c = 0; c < width; c += GROUP, w += PANEL * GROUP) {
+    int64_t c = 0;
+#ifdef LANE_GROUPS
+#define ADD_GROUP(n)                                                                               \
+    {                                                                                              \
+        __builtin_prefetch(w + AHEAD);                                                             \
+        Weights held = weights_at(w);                                                              \
+        for (int r = 0; r < rows; r++) ADD_LANE(sums[r][0], x[r], n, held)                         \
+        w += PANEL * GROUP;                                                                        \
+    }
+    for (; c + LANE_GROUPS * GROUP <= width; c += LANE_GROUPS * GROUP) {
+        Four x[TILE_ROWS];
+        for (int r = 0; r < rows; r++) x[r] = lanes_at(codes + r * width + c);
+        ADD_GROUP(0) ADD_GROUP(1) ADD_GROUP(2) ADD_GROUP(3)
+    }
+#undef ADD_GROUP
+#endif
+    for (; c < width; c += GROUP, w += PANEL * GROUP) {
         Weights held[TILE_VECS];
 #pragma GCC unroll 2
         for (int v = 0; v < TILE_VECS; v++) {
