@@ -15,7 +15,8 @@ in the background whatever calibration says:
 
 - `named_s`: from its readiness to the end of the first answer that reuses chunk KV by name
 - `chat_ratio`: tokens per second of a chat while chunk KV is made, over those of the same chat when
-  all is quiet: 0.8 is a chat slowed by 20 %. `kv_bytes_beside`: how much was made meanwhile
+  all is quiet: 0.8 is a chat slowed by 20 %. `encoded_beside`: chunks that were encoded meanwhile,
+  those that questions wanted in front first; `kv_bytes_beside`: what the knowledge base got of them
 
     python bench/first_minutes.py --out bench/results/first_minutes-cpu.json
 
@@ -200,6 +201,13 @@ def state_of_kv(url: str) -> dict[str, Any]:
     return dict(httpx.get(f"{url}/v1/kb/docs", timeout=60).json()["kv"])
 
 
+def num_encoded(url: str) -> int:
+    """Chunks whose KV was computed since the server started."""
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    counted = [line for line in lines if line.startswith("kvweave_kv_chunks_encoded_total")]
+    return int(sum(float(line.rpartition(" ")[2]) for line in counted))
+
+
 def reused_by_name(url: str, files: Sequence[Path], patience_s: float) -> dict[str, Any]:
     began_s = time.perf_counter()
     asked = questions(files)
@@ -212,12 +220,12 @@ def reused_by_name(url: str, files: Sequence[Path], patience_s: float) -> dict[s
 
 def beside_a_chat(url: str, quiet: float) -> dict[str, Any]:
     """The speed of a chat while chunk KV is made; until some of it was."""
-    before = after = state_of_kv(url)
+    before, began = state_of_kv(url), num_encoded(url)
     speeds: list[float] = []
-    while len(speeds) < CHATS or after["bytes"] == before["bytes"]:
-        assert len(speeds) < MOST_CHATS, f"no chunk KV was made meanwhile: {after}"
+    while len(speeds) < CHATS or num_encoded(url) == began:
+        assert len(speeds) < MOST_CHATS, f"no chunk KV was made meanwhile: {state_of_kv(url)}"
         speeds.append(decode_speed(url))
-        after = state_of_kv(url)
+    after = state_of_kv(url)
     busy = sorted(speeds)[len(speeds) // 2]
     made = after["bytes"] - before["bytes"]
     return {
@@ -225,6 +233,7 @@ def beside_a_chat(url: str, quiet: float) -> dict[str, Any]:
         "chat_busy_tok_s": round(busy, 2),
         "chat_ratio": round(busy / quiet, 3),
         "chats_beside": len(speeds),
+        "encoded_beside": num_encoded(url) - began,
         "kv_bytes": after["bytes"],
         "kv_bytes_beside": made,
         "kv_eta_s": after["eta_s"],

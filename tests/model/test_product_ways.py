@@ -54,7 +54,7 @@ def test_times_of_another_machine_or_a_broken_file_are_measured_anew(tmp_path: P
 
 
 def test_times_that_a_busy_machine_explains_are_taken_again_and_not_kept(tmp_path: Path) -> None:
-    """Integers that win with many rows and lose with one, though they are a quarter of the bytes."""
+    """Integers that win with many rows and lose with one, at a quarter of the bytes."""
     large = Shape(512, 512)
     crowded = make_times(float32=1.0, int_mm=0.5)
     crowded[INT_MM][1] = 4.0

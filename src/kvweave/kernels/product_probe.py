@@ -117,9 +117,9 @@ def _fastest(times: Times, rows: int) -> str:
 
 
 def working_ways(weight: RoundedWeight, x: torch.Tensor) -> dict[str, Projection]:
-    """The ways that this torch and CPU have: made, run with rows like x [1, I], and right. Some CPUs
-    multiply 8-bit integers in 16 bits, which overflow; oneDNN's dynamic product on Arm
-    is right with as many rows as it was first called with, and with no other number."""
+    """The ways that this torch and CPU have: made, run with rows like x [1, I], and right. Some
+    CPUs multiply 8-bit integers in 16 bits, which overflow; oneDNN's dynamic product on Arm is
+    right with as many rows as it was first called with, and with no other number."""
     made: dict[str, Projection] = {}
     x = torch.cat([x, x.abs(), torch.full_like(x, 3.0)])  # the last: every integer is the largest
     right = IntegerRows(weight, plain_integers(weight))(x)
