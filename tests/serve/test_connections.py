@@ -87,6 +87,48 @@ def test_idle_connections_make_way(small: str) -> None:
             assert reply.status_code == 200
 
 
+CHUNKED = b"POST /v1/kb HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        (b"GET /", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: ", b"a" * 1000),
+        (b"GET / HTTP/1.1\r\nHost: x\r\n", b"X-Many: " + b"a" * 990 + b"\r\n"),
+        (CHUNKED + b"0\r\n", b"X-Trailer: " + b"a" * 990 + b"\r\n"),
+        (CHUNKED + b"1;", b"x=" + b"a" * 998),
+    ],
+    ids=["path", "header", "headers", "trailers", "extension"],
+)
+def test_a_head_without_end_is_cut_off(url: str, head: bytes, more: bytes) -> None:
+    """Held in memory, it would take as much as comes within the time for a head."""
+    with connect(url) as connection:
+        connection.sendall(head)
+        sent = 0
+        try:
+            while sent < 4 << 20:
+                connection.sendall(more)
+                sent += len(more)
+        except OSError:
+            pass
+        assert sent < 4 << 20
+
+
+def test_a_head_that_is_too_large_is_told_so(url: str) -> None:
+    with connect(url) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (1 << 16))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+def test_two_requests_in_one_packet_get_two_replies(url: str) -> None:
+    with connect(url) as connection:
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+        replies = b""
+        while replies.count(b"HTTP/1.1 200") < 2 or not replies.endswith(b"}"):
+            replies += connection.recv(65536)
+
+
 @contextmanager
 def half_an_upload(url: str, key: str) -> Iterator[None]:
     with connect(url) as connection:

@@ -75,6 +75,16 @@ def test_a_client_that_leaves_before_its_reply_stops_the_work(gated: Gated) -> N
     assert gated.steps < 100
 
 
+def test_a_client_that_leaves_with_a_second_request_sent_stops_the_work(gated: Gated) -> None:
+    with raw_request(gated.url, STREAM) as connection:
+        wait_for_health(gated.url, lambda h: h["running"] == 1)
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        health(gated.url)  # time for it to be read
+        gated.step()
+    wait_for_health(gated.url, lambda h: h["abandoned"] == 1, nudge=gated.step)
+    assert gated.steps < 100
+
+
 def test_a_client_that_leaves_the_queue_never_costs_a_step(gated: Gated) -> None:
     with raw_request(gated.url, LONG):
         wait_for_health(gated.url, lambda h: h["running"] == 1)

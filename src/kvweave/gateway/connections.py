@@ -1,10 +1,10 @@
 """HTTP to one upstream: connections that are kept, replies that any thread can cut.
 
-The standard library's client: one request, one reply, no layer that could retry by itself or hold
-pieces of a stream back.
+One request, one reply, no layer that could retry by itself or hold pieces of a stream back. The
+parser is the server's (`wire_reply.py`): the standard library's client took a tenth of what a chat
+costs a gateway.
 """
 
-import http.client
 import json
 import socket
 import ssl
@@ -15,12 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvweave.gateway.config import base_url
+from kvweave.gateway.wire_reply import BadReply, WireReply
 
 MOST_KEPT = 64  # idle connections
-READ_BYTES = 1 << 16
 LARGEST_REPLY = 32 << 20  # bytes of a reply that is read whole
 # what a connection that was idle says when the upstream has closed it meanwhile
-_STALE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
+_STALE = (ConnectionResetError, BrokenPipeError)
 
 
 class UpstreamFailed(Exception):
@@ -42,21 +42,28 @@ class Connections:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._prefix = parts.path.rstrip("/")
         self._connect_s = connect_s
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        headers = {
+            "Host": _host_header(self._host, parts.port),
+            "Content-Type": "application/json",
+            "Accept-Encoding": "identity",
+        }
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._lock = threading.Lock()
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[socket.socket] = []
         self._closed = False
 
     def exchange(
         self, method: str, path: str, document: Mapping[str, Any] | None = None
     ) -> "Exchange":
         """A request that is not sent yet."""
-        body = None
+        head, body = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}", b""
         if document is not None:
             body = json.dumps(document, separators=(",", ":")).encode()
-        return Exchange(self, method, self._prefix + path, body, self._headers)
+            head += f"Content-Length: {len(body)}\r\n"
+        # in one piece: a server that gets the head first begins, and waits
+        return Exchange(self, f"{head}\r\n".encode("latin-1") + body)
 
     def get(self, path: str, silence_s: float) -> tuple[int, Any]:
         """Status and JSON of a small reply; None where it is no JSON. Raises UpstreamFailed."""
@@ -77,24 +84,22 @@ class Connections:
         except ValueError:
             return status, None
 
-    def take(self, *, fresh: bool) -> tuple[http.client.HTTPConnection, bool]:
+    def take(self, *, fresh: bool) -> tuple[socket.socket, bool]:
         """A connection that is open, and whether it was used before. Raises OSError."""
         with self._lock:
             if self._idle and not fresh:
                 return self._idle.pop(), True
-        made: http.client.HTTPConnection
-        if self._tls is None:
-            made = http.client.HTTPConnection(self._host, self._port, timeout=self._connect_s)
-        else:
-            made = http.client.HTTPSConnection(
-                self._host, self._port, timeout=self._connect_s, context=self._tls
-            )
-        made.connect()
-        assert made.sock is not None, "it is connected"
-        made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made = socket.create_connection((self._host, self._port), timeout=self._connect_s)
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is not None:
+                made = self._tls.wrap_socket(made, server_hostname=self._host)
+        except BaseException:
+            made.close()
+            raise
         return made, False
 
-    def keep(self, connection: http.client.HTTPConnection) -> None:
+    def keep(self, connection: socket.socket) -> None:
         """It has given its whole reply and may be used again."""
         with self._lock:
             if not self._closed and len(self._idle) < MOST_KEPT:
@@ -118,22 +123,14 @@ class Connections:
 class Exchange:
     """One request and its reply. One thread calls `begin`, reads and closes; any may `cut`."""
 
-    def __init__(
-        self,
-        owner: Connections,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, owner: Connections, sent: bytes) -> None:
+        """`sent`: the request, head and body."""
         self._owner = owner
-        self._method, self._path, self._body, self._headers = method, path, body, headers
+        self._sent = sent
         self._lock = threading.Lock()  # guards the next two
         self._socket: socket.socket | None = None
         self._is_cut = False
-        self._connection: http.client.HTTPConnection | None = None
-        self._reply: http.client.HTTPResponse | None = None
-        self._is_read = False
+        self._reply: WireReply | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -145,13 +142,13 @@ class Exchange:
             return self._begin(silence_s, fresh=False)
         except _STALE as error:
             reason = error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, BadReply) as error:
             raise self._failed(error) from error
         if self._is_cut:
             raise self._failed(reason) from reason
         try:  # an idle connection that was closed at the other end says nothing about the upstream
             return self._begin(silence_s, fresh=True)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, BadReply) as error:
             raise self._failed(error) from error
 
     def read(self) -> bytes:
@@ -180,57 +177,46 @@ class Exchange:
     def close(self) -> None:
         """Give the connection back: kept if all of the reply was read, else closed."""
         with self._lock:
-            self._socket = None
-        connection, self._connection = self._connection, None
+            connection, self._socket = self._socket, None
         reply, self._reply = self._reply, None
         if connection is None:
             return
-        may_stay = self._is_read and not self._is_cut and reply is not None and not reply.will_close
-        if may_stay:
+        if reply is not None and reply.leaves_it_open and not self._is_cut:
             self._owner.keep(connection)
-            return
-        if reply is not None:
-            with suppress(OSError):
-                reply.close()
-        connection.close()
+        else:
+            connection.close()
 
     def _begin(self, silence_s: float, *, fresh: bool) -> int:
         connection, was_used = self._owner.take(fresh=fresh)
         with self._lock:
-            is_cut = self._is_cut
-            self._connection, self._socket = connection, connection.sock
+            is_cut, self._socket = self._is_cut, connection
         if is_cut:
             raise OSError("it was cancelled")
-        if connection.sock is not None:
-            connection.sock.settimeout(silence_s)
+        connection.settimeout(silence_s)
+        self._reply = WireReply(connection)
         try:
-            connection.request(self._method, self._path, self._body, dict(self._headers))
-            self._reply = connection.getresponse()
+            connection.sendall(self._sent)
+            return self._reply.begin()
         except _STALE as error:
+            with self._lock:
+                self._socket = None
             connection.close()
             if not was_used:
                 raise OSError(f"it closed the connection: {error}") from error
             raise
-        return self._reply.status
 
     def _blocks(self, most_bytes: int | None) -> Iterator[bytes]:
         reply = self._reply
         assert reply is not None, "begin comes first"
         num_bytes = 0
-        # read1 gives what is there; of a body whose length is known it may wait beyond the end
-        read = reply.read1 if reply.chunked or reply.length is None else reply.read
         try:
-            while block := read(READ_BYTES):
+            while (block := reply.read()) is not None:
                 num_bytes += len(block)
                 if most_bytes is not None and num_bytes > most_bytes:
                     raise OSError(f"its reply is larger than {most_bytes} bytes")
                 yield block
-            # a body that was announced and did not come is no end
-            if reply.length:
-                raise OSError("it broke off in the middle of its reply")
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except (OSError, BadReply) as error:
             raise self._failed(error) from error
-        self._is_read = True
 
     def _failed(self, error: Exception) -> UpstreamFailed:
         if self._is_cut:
@@ -239,3 +225,10 @@ class Exchange:
             return UpstreamFailed(f"{self._owner.url} says nothing")
         words = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return UpstreamFailed(f"{self._owner.url}: {words}")
+
+
+def _host_header(name: str, port: int | None) -> str:
+    """As the upstream is called in its address."""
+    if not name.isascii():
+        name = name.encode("idna").decode("ascii")
+    return (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")

@@ -2,6 +2,8 @@
 
 uvicorn waits for the head of a request for ever. A client that opens connections and sends nothing,
 or half a head, would take all file handles of the process; then nothing else can be opened either.
+Nor does its quicker parser (httptools) mind how long a head is, and a client that sent a second
+request behind the first is not missed there when it leaves.
 """
 
 import asyncio
@@ -10,11 +12,11 @@ import logging
 import time
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 log = logging.getLogger(__name__)
 
+LARGEST_HEAD = 1 << 16  # bytes; and of whatever else is not yet a piece of a body
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 5\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
@@ -25,7 +27,7 @@ WORDS = (
 )
 
 
-class GuardedProtocol(H11Protocol):
+class GuardedProtocol(HttpToolsProtocol):
     """One connection. On the event loop."""
 
     def __init__(self, *args: Any, most: int, header_s: float, **how: Any) -> None:
@@ -34,6 +36,8 @@ class GuardedProtocol(H11Protocol):
         self._most = most
         self._header_s = header_s
         self._waiting: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # others wait behind it, `cycle` the last
+        self._head_bytes = 0  # that came since the parser last made something of them
         self.idle_since_s = time.monotonic()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -45,18 +49,41 @@ class GuardedProtocol(H11Protocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self.is_idle:
+        if self._head_bytes > LARGEST_HEAD and not self.transport.is_closing():
+            self._refuse_head()
+        elif self.is_idle:
             self._wait_for_head()  # until all of it is there; what comes in pieces gains nothing
         else:
             self._stop_waiting()
 
+    def on_headers_complete(self) -> None:
+        self._head_bytes = 0
+        is_alone = self.is_idle
+        super().on_headers_complete()
+        if is_alone:
+            self._running = self.cycle
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
     def on_response_complete(self) -> None:
         self.idle_since_s = time.monotonic()
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]  # it begins now
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if (running := self._running) is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
         super().connection_lost(exc)
 
     @property
@@ -90,8 +117,14 @@ class GuardedProtocol(H11Protocol):
     def _give_up(self) -> None:
         self._waiting = None
         if self.is_idle and not self.transport.is_closing():
-            if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is not None:
+            if self.timeout_keep_alive_task is not None:
                 return  # between two requests: uvicorn closes it
+            self.transport.abort()
+
+    def _refuse_head(self) -> None:
+        if self.is_idle:
+            self.send_400_response("The head of the request is too large.")
+        else:  # a reply is under way: these words would stand in its midst
             self.transport.abort()
 
 

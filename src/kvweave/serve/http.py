@@ -24,7 +24,8 @@ from kvweave.serve.routes.health import health_routes
 from kvweave.serve.routes.info import info_routes
 from kvweave.serve.routes.jobs import job_routes
 from kvweave.serve.routes.kb import kb_routes
-from kvweave.serve.routes.openai import openai_routes
+from kvweave.serve.routes.lane import Lane
+from kvweave.serve.routes.openai import answering_routes, openai_routes
 from kvweave.serve.routes.schema_page import install_schema_page
 from kvweave.serve.routes.watching import watching_routes
 from kvweave.serve.ui.routes import ui_routes
@@ -67,6 +68,7 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
         http.include_router(routes_for(context, has_keys=door.has_keys))
     http.include_router(ui_routes())
     # the last one added is the outermost
+    http.add_middleware(Lane, routes=answering_routes(context))
     http.add_middleware(BodyLimit, limits=context.limits)
     http.add_middleware(Drain, readiness=context.readiness)
     http.add_middleware(ApiKeys, keys=door.keys)

@@ -124,7 +124,9 @@ class TenantSeries:
 
     def _own(self, tenant: str) -> _Tenant:
         """Lock is held."""
-        own = self._tenants.setdefault(tenant, _Tenant())
+        own = self._tenants.get(tenant)
+        if own is None:
+            own = self._tenants[tenant] = _Tenant()
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > MOST_TENANTS:
             self._tenants.popitem(last=False)

@@ -11,6 +11,7 @@ from kvweave.serve.model_names import ListedModel
 from kvweave.serve.routes.chat import ChatFormat, over_kb, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
 from kvweave.serve.routes.embeddings import embeddings
+from kvweave.serve.routes.lane import LaneRoute
 from kvweave.serve.routes.reply import reply
 from kvweave.serve.wire.chat import ChatReply, ChatRequest
 from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
@@ -18,11 +19,40 @@ from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
 from kvweave.serve.wire.schema import ANSWER_ERRORS, TASK_ERRORS, or_events
 from kvweave.serve.wire.status import ModelCard, ModelList
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
+    """Of chats and of plain completions."""
+    answers, limits, names = context.answers, context.limits, context.models
+
+    async def chat_completions(body: ChatRequest, request: Request) -> object:
+        tenant, asked = tenant_of(request.scope), names.read(body.model)
+        body = over_kb(body, asked)
+        starts = read_chat(body, context, tenant)
+        form = ChatFormat(asked, body, partial(context.kept.add, tenant))
+        return await reply(
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
+        )
+
+    async def completions(body: CompletionRequest, request: Request) -> object:
+        asked = names.read_plain(body.model)
+        body = body.model_copy(update={"model": asked.model})
+        starts = read_completion(body, context, tenant_of(request.scope))
+        form = CompletionFormat(asked.name, body)
+        return await reply(
+            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
+        )
+
+    return (
+        LaneRoute(CHAT, ChatRequest, chat_completions),
+        LaneRoute(COMPLETIONS, CompletionRequest, completions),
+    )
+
 
 def openai_routes(context: Context) -> APIRouter:
-    routes = APIRouter(prefix="/v1", tags=["OpenAI"])
-    weave, answers, limits = context.weave, context.answers, context.limits
-    names, tasks = context.models, context.tasks
+    routes = APIRouter(tags=["OpenAI"])
+    weave, names, tasks = context.weave, context.models, context.tasks
     started = int(time.time())
 
     def card(listed: ListedModel) -> ModelCard:
@@ -35,7 +65,7 @@ def openai_routes(context: Context) -> APIRouter:
             kv_transfer=is_model and weave.takes_transfer,
         )
 
-    @routes.get("/models", responses=TASK_ERRORS)
+    @routes.get("/v1/models", responses=TASK_ERRORS)
     async def models(request: Request) -> ModelList:
         """What a request may call the model; each knowledge base is one too."""
         listed = await tasks.run(
@@ -43,41 +73,26 @@ def openai_routes(context: Context) -> APIRouter:
         )
         return ModelList(data=[card(each) for each in listed])
 
-    @routes.get("/models/{name:path}", responses=TASK_ERRORS)
+    @routes.get("/v1/models/{name:path}", responses=TASK_ERRORS)
     async def model(request: Request, name: str) -> ModelCard:
         found = partial(names.find, name, tenant_of(request.scope))
         return card(await tasks.run(found, client=client_of(request.scope)))
 
-    @routes.post(
-        "/chat/completions",
+    # as they are without the lane, and in the schema
+    chat, plain = answering_routes(context)
+    routes.post(
+        chat.path,
         response_model=ChatReply,
         response_model_exclude_unset=False,
         responses={**ANSWER_ERRORS, 200: or_events("The answer, whole or as events")},
-    )
-    async def chat_completions(body: ChatRequest, request: Request) -> object:
-        tenant, asked = tenant_of(request.scope), names.read(body.model)
-        body = over_kb(body, asked)
-        starts = read_chat(body, context, tenant)
-        form = ChatFormat(asked, body, partial(context.kept.add, tenant))
-        return await reply(
-            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
-        )
-
-    @routes.post(
-        "/completions",
+    )(chat.answer)
+    routes.post(
+        plain.path,
         response_model=CompletionReply,
         responses={**ANSWER_ERRORS, 200: or_events("The answers, whole or as events")},
-    )
-    async def completions(body: CompletionRequest, request: Request) -> object:
-        asked = names.read_plain(body.model)
-        body = body.model_copy(update={"model": asked.model})
-        starts = read_completion(body, context, tenant_of(request.scope))
-        form = CompletionFormat(asked.name, body)
-        return await reply(
-            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
-        )
+    )(plain.answer)
 
-    @routes.post("/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
+    @routes.post("/v1/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
         return await embeddings(body, context, client_of(request.scope))
 

@@ -36,24 +36,24 @@ class Mailbox:
         """The request is sound; computing begins."""
         with self._lock:
             self._is_open = True
-            if self._piecewise:
-                self._ring()
+        if self._piecewise:
+            self._ring()
 
     def put(self, piece: Piece) -> None:
         if self._piecewise:
             with self._lock:
                 self._pieces.append(piece)
-                self._ring()
+            self._ring()
 
     def end(self, answer: Answer) -> None:
         with self._lock:
             self._answer, self._is_over = answer, True
-            self._ring()
+        self._ring()
 
     def fail(self, error: Exception) -> None:
         with self._lock:
             self._error, self._is_over = self._error or error, True
-            self._ring()
+        self._ring()
 
     async def opened(self) -> None:
         """Wait for `open`; raise what the writer failed with before."""
@@ -92,9 +92,10 @@ class Mailbox:
 
     def _ring(self) -> None:
         """Once until the reader has looked: waking the loop costs more than all else here. Lock is
-        held."""
-        if not self._is_rung:
-            self._is_rung = True
+        not held: the loop is awake at once, and would wait for it."""
+        with self._lock:
+            was_rung, self._is_rung = self._is_rung, True
+        if not was_rung:
             self._loop.call_soon_threadsafe(self._hear)
 
     def _hear(self) -> None:
