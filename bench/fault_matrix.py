@@ -37,6 +37,7 @@ from reliability.reliability_page import page_of, summary
 
 PARTS = ("faults", "kills", "power", "tenants", "bombs")  # `device` is asked for by name
 OUT = RESULTS / "fault_matrix-cpu.json"
+TIERS = ("valkey", "s3", "disk", "host", "engine")
 DEVICE_OUT = RESULTS / "fault_matrix-h200.json"
 PAGE = REPO / "docs" / "reliability.md"
 
@@ -50,12 +51,12 @@ def run_part(
     part: str, args: argparse.Namespace, folder: Path, on_rows: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """`on_rows` hears of what a long part has found so far."""
+    ops = {each for each in args.ops.split(",") if each}
     match part:
         case "faults":
             from reliability.faults import run_faults
 
-            tiers = args.tiers.split(",")
-            ops = {each for each in args.ops.split(",") if each}
+            tiers = args.tiers.split(",") if args.tiers else TIERS
 
             def only(tier: str, op: str, kind: str) -> bool:
                 return not ops or op in ops
@@ -84,10 +85,16 @@ def run_part(
 
             return run_bombs(folder)
         case "device":
-            from reliability.device_faults import run_device_faults
+            from reliability.device_faults import WAYS, run_device_faults
 
+            ways = args.tiers.split(",") if args.tiers else WAYS
             return run_device_faults(
-                folder, args.device, args.reps, on_rows=on_rows, seed=args.seed
+                folder,
+                args.device,
+                args.reps,
+                lambda fault: fault.way in ways and (not ops or fault.op in ops),
+                on_rows,
+                args.seed,
             )
     raise SystemExit(f"no part {part!r}; known: {', '.join(PARTS)}, device")
 
@@ -95,7 +102,9 @@ def run_part(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
-    parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
+    parser.add_argument(
+        "--tiers", default="", help="of the faults; of a device: what lies there [all]"
+    )
     parser.add_argument("--ops", default="", help="what is being done, with commas [all]")
     parser.add_argument("--device", default="cpu", help="of the part `device`")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")

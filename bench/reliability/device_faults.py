@@ -26,6 +26,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
+from kvweave.engine.stats import NOT_IN_TREE
 from kvweave.errors import KVWeaveError, PromptTooLong
 from kvweave.kv.keys import parse_key
 from kvweave.kv.store import KVStore
@@ -64,7 +65,9 @@ from reliability.fault_rules import (
 from reliability.fault_rules import FULL as NO_ROOM
 
 SHARED, COPIES, EXACT, ENGINE = "shared chunks", "copied chunks", "exact KV", "engine"
-STUCK_S, LOOK_S = 2.5, 0.1  # of the watch: a step may take so long, and is looked at so often
+WAYS = (SHARED, COPIES, EXACT, ENGINE)
+LOOK_S = 0.1  # between two looks of the watch
+STUCK_S = {"cpu": 2.5, "cuda": 1.2}  # that a step may take: a busy CPU takes its time
 BOUND_S = 10.0  # seconds that a request may take longer
 OUT_OF_PAGES = "out of pages"
 ADMISSION = "admission"
@@ -72,7 +75,7 @@ BESIDE = 100  # tokens of a request that is being answered meanwhile
 MARK = 3  # a token that only the request has that always fails
 # what tells of a fault; other numbers of the engine grow with every request
 TELLING = (
-    "requests_failed", "preemptions", "tree_copies_failed", "tree_copies_refused",
+    "requests_failed", "preemptions", "steps_parted", "tree_copies_failed", "tree_copies_refused",
     "recordings_failed", "recordings_without_memory", "chunk_evictions", "kv_distrusted",
 )  # fmt: skip
 # of a device as a whole: whoever is on it hears of it
@@ -181,6 +184,7 @@ class DeviceLane:
         self._watch: EngineWatch | None = None
         self.broken: list[str] = []  # what the watch said
         self.usual_s: dict[Question, float] = {}
+        self.stuck_s = STUCK_S[world.device.type]
 
     # ---- engines
 
@@ -204,7 +208,7 @@ class DeviceLane:
         self.broken = []
         assert self.engine is not None, "there is one"
         probe: Any = _Probe(self.engine)
-        self._watch = EngineWatch(probe, STUCK_S, self.broken.append, LOOK_S)
+        self._watch = EngineWatch(probe, self.stuck_s, self.broken.append, LOOK_S)
         self._watch.start()
 
     def unwatch(self) -> None:
@@ -339,7 +343,7 @@ class DeviceLane:
         more = {}
         if way == EXACT:
             more = {"host_tokens": self.world.page if row.op == SAVE else self.world.prompt_tokens}
-        engine = self.start(**more)
+        self.start(**more)
         some = [self._question(row, way, n) for n in range(16)]
         tenants = [next(self._tenants) for _ in some]
         before = self._counters()
@@ -349,8 +353,6 @@ class DeviceLane:
         row.fired = 1
         for question, answer in zip(some, answers, strict=True):
             self._note(row, question, answer, crowd=len(some))
-        full = engine.stats()["pages_used"] / self.pool.num_pages
-        row.whys.append(f"{full:.0%} of the pages are in use")
         for question, tenant in pairs[:4]:
             self._recovery(row, question, tenant, cleared_s)
         self._count(row, before)
@@ -490,7 +492,7 @@ class DeviceLane:
         question, tenant = self._question(row, ENGINE), next(self._tenants)
         self.watch()
         if row.real:
-            rule = FaultRule(FORWARD, SLOW, 1, STUCK_S + 2.0, row.seed)
+            rule = FaultRule(FORWARD, SLOW, 1, self.stuck_s + 1.5, row.seed)
             self.hooks.set(rule)
         else:
             self._inject(row)
@@ -630,7 +632,8 @@ class DeviceLane:
 
     def _note(self, row: DeviceRow, question: Question, answer: Answer, crowd: int = 1) -> None:
         row.answer, row.seconds = self.world.judge(question, answer), answer.seconds
-        row.whys = list(dict.fromkeys([*row.whys, *answer.whys]))
+        whys = (why for why in answer.whys if why != NOT_IN_TREE)  # as of every new prompt
+        row.whys = list(dict.fromkeys([*row.whys, *whys]))
         usual_s = crowd * self.usual_s[question]
         row.extra_s = max(row.extra_s, answer.seconds - usual_s, 0.0)
         if row.extra_s > BOUND_S:
@@ -794,21 +797,23 @@ def run_device_faults(
     world = DeviceWorld(on, folder)
     hooks = DeviceHooks(on, world.spec.num_layers)
     hooks.install()
-    found: dict[str, Any] = {"rows": [], "lost": [], "failed": [], "control": {}}
+    found: dict[str, Any] = {"rows": [], "lost": [], "failed": [], "control": []}
 
     def keep(row: DeviceRow) -> None:
         found["rows"].append(as_json(row))
         on_rows(found)
 
     for shares in (True, False):
+        plan = [each for each in plan_of(shares=shares, on_gpu=hooks.on_gpu) if only(each)]
+        if not plan:
+            continue
         lane = DeviceLane(world, hooks, shares=shares)
         lane.on_row = keep
         name = SHARED if shares else COPIES
         try:
             lane.learn()
-            found["control"][name] = lane.control()
-            print(name, found["control"][name], flush=True)
-            plan = [each for each in plan_of(shares=shares, on_gpu=hooks.on_gpu) if only(each)]
+            found["control"].append({"way": name, **lane.control()})
+            print(found["control"][-1], flush=True)
             numbered = list(enumerate(plan))
             for rep in range(reps):
                 # seeds of a fault are even and odd: with and without another request beside it
@@ -823,7 +828,7 @@ def run_device_faults(
             hooks.clear()
             lane.stop()
     world.close()
-    found["world"] = world.facts()
+    found["world"] = [world.facts()]
     loss = DeviceFault(ENGINE, FORWARD, GONE, real=True)
     if hooks.on_gpu and only(loss):
         keep(real_loss(folder / "loss", device, seed))

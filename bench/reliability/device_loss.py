@@ -111,4 +111,4 @@ def _last(process: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
     return found
 
 
-BOUND_S = STUCK_S + 10 * LOOK_S + 3 * BETWEEN_S + 5.0  # for the watch to see it
+BOUND_S = STUCK_S["cuda"] + 10 * LOOK_S + 3 * BETWEEN_S + 5.0  # for the watch to see it
