@@ -40,6 +40,7 @@ OUT = RESULTS / "fault_matrix-cpu.json"
 TIERS = ("valkey", "s3", "disk", "host", "engine")
 DEVICE_OUT = RESULTS / "fault_matrix-h200.json"
 PAGE = REPO / "docs" / "reliability.md"
+ON_DEVICE = "Does the engine give right answers whatever breaks on its device?"
 
 
 def tell(words: str) -> None:
@@ -128,7 +129,7 @@ def main() -> None:
         """As it goes: a run that is ended early has what it had found."""
         result["faults" if part == "device" else part] = found
         if args.out is not None:
-            save_run(__doc__ or "", result, args.out, summary)
+            save_run(ON_DEVICE if part == "device" else __doc__, result, args.out, summary)
 
     for part, _, file in (each.partition("=") for each in args.add or ()):
         keep(part, json.loads(Path(file).read_text()))
