@@ -11,6 +11,12 @@ Parts, which may be run one by one into the same file:
     power     the power goes: writes that were not synced are lost (reliability/power.py)
     tenants   what one tenant can learn of another or do to it, by looking and by timing
     bombs     /healthz while requests and files made to freeze it come in; SIGTERM meanwhile
+    device    what lies in a GPU's memory, and the engine there; into a file of its own, if asked
+              for by name. Such a machine has bare PyTorch and no server: the engine itself is
+              asked, watched by what watches it in a server (reliability/device_faults.py)
+
+    python bench/fault_matrix.py --parts device --device cuda \\
+        --out bench/results/fault_matrix-h200.json
 
 Every server is `kvweave serve` in a process of its own, asked over HTTP. A fault counts if it was
 seen to strike. The fields in front of the runs sum them up: faults, kills and power cuts of all
@@ -29,9 +35,12 @@ from common.files import REPO, RESULTS
 from common.results import read_results, result_header, save_run
 from reliability.reliability_page import page_of, summary
 
-PARTS = ("faults", "kills", "power", "tenants", "bombs")
+PARTS = ("faults", "kills", "power", "tenants", "bombs")  # `device` is asked for by name
 OUT = RESULTS / "fault_matrix-cpu.json"
+TIERS = ("valkey", "s3", "disk", "host", "engine")
+DEVICE_OUT = RESULTS / "fault_matrix-h200.json"
 PAGE = REPO / "docs" / "reliability.md"
+ON_DEVICE = "Does the engine give right answers whatever breaks on its device?"
 
 
 def tell(words: str) -> None:
@@ -43,12 +52,12 @@ def run_part(
     part: str, args: argparse.Namespace, folder: Path, on_rows: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
     """`on_rows` hears of what a long part has found so far."""
+    ops = {each for each in args.ops.split(",") if each}
     match part:
         case "faults":
             from reliability.faults import run_faults
 
-            tiers = args.tiers.split(",")
-            ops = {each for each in args.ops.split(",") if each}
+            tiers = args.tiers.split(",") if args.tiers else TIERS
 
             def only(tier: str, op: str, kind: str) -> bool:
                 return not ops or op in ops
@@ -76,14 +85,29 @@ def run_part(
             from reliability.bombs import run_bombs
 
             return run_bombs(folder)
-    raise SystemExit(f"no part {part!r}; known: {', '.join(PARTS)}")
+        case "device":
+            from reliability.device_faults import WAYS, run_device_faults
+
+            ways = args.tiers.split(",") if args.tiers else WAYS
+            return run_device_faults(
+                folder,
+                args.device,
+                args.reps,
+                lambda fault: fault.way in ways and (not ops or fault.op in ops),
+                on_rows,
+                args.seed,
+            )
+    raise SystemExit(f"no part {part!r}; known: {', '.join(PARTS)}, device")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas [all]")
-    parser.add_argument("--tiers", default="valkey,s3,disk,host,engine", help="of the faults")
+    parser.add_argument(
+        "--tiers", default="", help="of the faults; of a device: what lies there [all]"
+    )
     parser.add_argument("--ops", default="", help="what is being done, with commas [all]")
+    parser.add_argument("--device", default="cpu", help="of the part `device`")
     parser.add_argument("--reps", type=int, default=3, help="of each fault, with other seeds")
     parser.add_argument("--seed", type=int, default=0, help="which bytes, which moments")
     parser.add_argument("--kills", type=int, default=300)
@@ -97,15 +121,15 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/reliability.md, no more")
     args = parser.parse_args()
     if args.page:
-        PAGE.write_text(page_of(read_results(args.out or OUT)))
+        PAGE.write_text(page_of(read_results(args.out or OUT), read_results(DEVICE_OUT)))
         return
-    result: dict[str, Any] = result_header("fault_matrix", "cpu")
+    result: dict[str, Any] = result_header("fault_matrix", args.device)
 
     def keep(part: str, found: dict[str, Any]) -> None:
         """As it goes: a run that is ended early has what it had found."""
-        result[part] = found
+        result["faults" if part == "device" else part] = found
         if args.out is not None:
-            save_run(__doc__ or "", result, args.out, summary)
+            save_run(ON_DEVICE if part == "device" else __doc__, result, args.out, summary)
 
     for part, _, file in (each.partition("=") for each in args.add or ()):
         keep(part, json.loads(Path(file).read_text()))

@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -35,6 +34,7 @@ from reliability.fault_hooks import (
     SELECT,
 )
 from reliability.fault_proxies import Layers, S3Proxy, ValkeyProxy, closing_proxy
+from reliability.fault_rows import FaultRow, as_json, line_of
 from reliability.fault_rules import (
     CORRUPTED,
     ERROR,
@@ -67,27 +67,6 @@ STARTUP_BOUND_S = 60.0
 # what nothing need be counted of: late and within the deadline; a wrong size, which only estimates
 # use: what is read has its size in its header; a wrong number of objects removed, which none do
 QUIET = {(op, SLOW) for op in (*OPS, FORWARD)} | {(LOOKUP, CORRUPTED), (EVICT, CORRUPTED)}
-
-
-@dataclass
-class FaultRow:
-    """One fault that struck, and what became of it."""
-
-    tier: str
-    op: str
-    kind: str
-    seed: int
-    times: int | None  # strikes at most
-    fired: int = 0  # how often it struck
-    status: int = 0  # of the request
-    answer: str = ""  # full, fused, error, wrong
-    seconds: float = 0.0
-    extra_s: float = 0.0  # more than undisturbed
-    counters: dict[str, float] = field(default_factory=dict)  # that grew
-    whys: list[str] = field(default_factory=list)  # told in `explain`
-    error: str = ""  # what the client was told
-    recovered_s: float | None = None  # since the fault was taken out
-    problems: list[str] = field(default_factory=list)
 
 
 # ---- what can go wrong where
@@ -186,7 +165,7 @@ class Lane(ABC):
                 self._mend()
             if row.fired:
                 self.on_row(row)
-            print(_line(row), flush=True)
+            print(line_of(row), flush=True)
         self.check_documents()
 
     def check_documents(self) -> None:
@@ -821,7 +800,7 @@ def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None
         def drive(name: str, plan: Sequence[tuple[str, str, int]]) -> None:
             lane = lane_of(folder / f"{tier}-{name}")
             lane.usual_start_s = job.usual_start_s
-            lane.on_row = lambda row: news.put(("rows", _as_json(row)))
+            lane.on_row = lambda row: news.put(("rows", as_json(row)))
             try:
                 lane.prepare()
                 lane.run(plan)
@@ -841,22 +820,6 @@ def drive_tier(world: FaultWorld, folder: Path, job: TierJob, news: Any) -> None
         # once: a start takes as long as ten other faults
         starts = [(op, kind, job.seed + n) for n, (op, kind) in numbered if op == START]
         drive("server", [*plans[0], *starts, *chain.from_iterable(plans[1:])])
-
-
-def _as_json(row: FaultRow) -> dict[str, Any]:
-    found = asdict(row)
-    for name in ("seconds", "extra_s", "recovered_s"):
-        found[name] = None if found[name] is None else round(found[name], 3)
-    return found
-
-
-def _line(row: FaultRow) -> str:
-    recovered = "-" if row.recovered_s is None else f"{row.recovered_s:.1f}"
-    return (
-        f"{row.tier:7} {row.op:24} {row.kind:16} fired {row.fired:3} {row.status:4} "
-        f"{row.answer:6} +{row.extra_s:.2f} s, back after {recovered} s "
-        f"{'; '.join(row.problems)}"
-    )
 
 
 def _last_line(text: str) -> str:

@@ -9,6 +9,9 @@ from reliability.fault_rules import KINDS, OPS
 Json = Mapping[str, Any]
 
 TIERS = ("host", "disk", "valkey", "s3", "engine")
+ON_DEVICE = tuple(
+    f"device, {what}" for what in ("shared chunks", "copied chunks", "exact KV", "engine")
+)
 
 
 def latest(runs: Iterable[Json]) -> dict[str, Any]:
@@ -112,11 +115,13 @@ def p99(ordered: Sequence[float]) -> float:
     return round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3)
 
 
-def page_of(results: Json) -> str:
-    """The whole page."""
+def page_of(results: Json, on_device: Json | None = None) -> str:
+    """The whole page; `on_device` are the results of a GPU."""
+    device_runs = [] if on_device is None else on_device["runs"]
     parts = latest(results["runs"])
-    total = summary(results["runs"])
-    lines = [*_filled(HEAD, {}), *_sums(total), *_faults(parts.get("faults")), *_crashes(parts)]
+    total = summary([*results["runs"], *device_runs])
+    lines = [*_filled(HEAD, {}), *_sums(total), *_faults(parts.get("faults"))]
+    lines += [*_device_faults(latest(device_runs).get("faults")), *_crashes(parts)]
     lines += [*_tenants(parts.get("tenants")), *_bombs(parts.get("bombs"))]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -124,10 +129,12 @@ def page_of(results: Json) -> str:
 HEAD = """
 # Reliability: what was broken on purpose, and what became of it
 
-Made by `python bench/fault_matrix.py --page` from `bench/results/fault_matrix-cpu.json`; a test
-holds it to that file. Every server is `kvweave serve` as a process, asked over HTTP; a fault counts
-if a proxy or a hook saw it strike. What the server promises is in [security.md](security.md) and
-[store.md](store.md). All of it ran on a machine of two cores beside other work: times are rough.
+Made by `python bench/fault_matrix.py --page` from `bench/results/fault_matrix-cpu.json` and
+`fault_matrix-h200.json`; a test holds it to those files. Every server is `kvweave serve` as a
+process, asked over HTTP; faults of a device are put into the engine itself. A fault counts if a
+proxy or a hook saw it strike. What the server promises is in [security.md](security.md) and
+[store.md](store.md). All but the device's ran on a machine of two cores beside other work: times
+are rough.
 """
 FAULTS = """
 ## Faults
@@ -137,13 +144,41 @@ KV), or an error of one line; a bound on the time; a counter or a reason; and th
 without a restart. Numbers are faults that struck, by tier and by what was being done:
 """
 LEFT_OUT = """
-Device memory has no rows: it is a GPU's, and this ran on a CPU. Host memory cannot be truncated,
-changed or forbidden from outside a process: its bytes are checked on the way in and trusted from
-then on. A hanging host is a process that is stopped and goes on. Slow, hanging, failing and full
-disks are hooks at the edge to the system (`bench/reliability/fault_hooks.py`); the other faults of
-a disk are done to its files, those of Valkey and S3 to their traffic.
+Device memory is a GPU's, and has a part of its own below. Host memory cannot be truncated, changed
+or forbidden from outside a process: its bytes are checked on the way in and trusted from then on. A
+hanging host is a process that is stopped and goes on. Slow, hanging, failing and full disks are
+hooks at the edge to the system (`bench/reliability/fault_hooks.py`); the other faults of a disk are
+done to its files, those of Valkey and S3 to their traffic.
 
 Seconds that a request took longer, and seconds until the tier was in use again:
+"""
+DEVICE_FAULTS = """
+## Faults of a device
+
+Commit {commit}, {device}. The machine has bare PyTorch: no server, the engine itself is asked, and
+what watches it in a server watches it here (`serve/workers/engine_watch.py`). The model has random
+weights; what is compared is what it thinks of every token. Right is, besides what it is above: a
+request that is being answered beside it is answered, and afterwards the engine's books balance, all
+pages and leases counted. {real} of the faults are done to the device itself: a tensor holds the
+rest of its memory, pages and files are changed, CUDA reports an error until the process ends. The
+others are hooks where the device is given orders (`bench/reliability/device_hooks.py`); one that is
+slow spins in a kernel.
+"""
+LEFT_OUT_ON_DEVICE = """
+A lookup on a device is a look into the books; what goes wrong is the copy of a page that a prefix
+ends in. A save is exact KV that goes to host memory in idle time, an evict the same under pressure.
+A wrong number in device memory is not noticed, as nothing there has a check sum: that is left to
+the device's own error correction. What is no number is: the request that reads it fails, and what
+it read is dropped. An engine whose device hangs or is lost is given up, and the process ends
+({restarted} of these faults; here another engine, or another process, has the device again); all
+others go on without a restart.
+
+Seconds that a request took longer, and seconds until the same was answered rightly:
+"""
+CONTROL = """
+The judge: answers are told apart from {tolerance} on (0: the same, 1.4: unrelated). The same
+question asked again was {again} off at most, another one {other} at least, and one layer of values
+set to 0 was {zeroed} off.
 """
 TENANTS = """
 ## Tenants
@@ -195,20 +230,47 @@ def _sums(total: Json) -> list[str]:
 def _faults(part: Json | None) -> list[str]:
     if part is None:
         return []
-    rows = part["rows"]
+    lines = [*_filled(FAULTS, part), *_by_tier(part["rows"], TIERS), *_filled(LEFT_OUT, {})]
+    return [*lines, *_times_and_problems(part, "`/metrics`")]
+
+
+def _device_faults(part: Json | None) -> list[str]:
+    if part is None:
+        return []
+    rows, controls = part["rows"], part["control"]
+    numbers = {
+        "real": sum(row["real"] for row in rows),
+        "restarted": sum(row["restarted"] for row in rows),
+        "tolerance": controls[0]["tolerance"],
+        "again": max(each["same_question_asked_again"] for each in controls),
+        "other": min(each["nearest_other_question"] for each in controls),
+        "zeroed": min(each["one_layer_of_values_zeroed"] for each in controls),
+    }
+    lines = [*_filled(DEVICE_FAULTS, {**part, **numbers}), *_by_tier(rows, ON_DEVICE)]
+    left = [tier for tier in ON_DEVICE if not any(row["tier"] == tier for row in rows)]
+    if left:
+        lines += [f"Not put in yet: {'; '.join(left)}.", ""]
+    lines += _filled(LEFT_OUT_ON_DEVICE, numbers)
+    lines += _times_and_problems(part, "the engine's numbers and its list of evictions")
+    return [*lines, *_filled(CONTROL, numbers)]
+
+
+def _by_tier(rows: Sequence[Json], tiers: Iterable[str]) -> list[str]:
     lines = [
-        *_filled(FAULTS, part),
         "| tier | " + " | ".join(OPS) + " | other | all |",
         "|---|" + "---|" * (len(OPS) + 2),
     ]
-    for tier in TIERS:
+    for tier in tiers:
         own = [row for row in rows if row["tier"] == tier]
         by_op = [sum(row["op"] == op for row in own) for op in OPS]
         cells = [*by_op, len(own) - sum(by_op), len(own)]
         lines.append(f"| {tier} | " + " | ".join(str(n) if n else "–" for n in cells) + " |")
-    lines += [
-        "",
-        *_filled(LEFT_OUT, {}),
+    return [*lines, ""]
+
+
+def _times_and_problems(part: Json, told_in: str) -> list[str]:
+    rows = part["rows"]
+    lines = [
         "| what went wrong | faults | longer: median | p99 | longest | back: median | longest |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -226,7 +288,7 @@ def _faults(part: Json | None) -> list[str]:
     for row in rows:
         for name in row["counters"]:
             told[name] = told.get(name, 0) + 1
-    lines += ["", "What told of them in `/metrics`, and for how many faults:", ""]
+    lines += ["", f"What told of them in {told_in}, and for how many faults:", ""]
     most = sorted(told.items(), key=lambda pair: (-pair[1], pair[0]))
     lines += [f"- `{name}`: {count}" for name, count in most[:24]]
     wrong = [row for row in rows if row["problems"]]
@@ -324,4 +386,4 @@ def _middle(ordered: Sequence[float]) -> float:
 
 def _cell(row: Json) -> str:
     """What was wrong, for a table."""
-    return "; ".join(row["problems"]).replace("|", "/")
+    return " ".join("; ".join(row["problems"]).split()).replace("|", "/")

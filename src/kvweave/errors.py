@@ -5,10 +5,12 @@
     ├── ModelError             a model cannot be used
     │   ├── ModelNotFound      no such name, folder, file or hub id
     │   ├── ModelCorrupt       the bytes are truncated, altered or incomplete
-    │   └── UnsupportedModel   an architecture or option we refuse by name
+    │   ├── UnsupportedModel   an architecture or option we refuse by name
+    │   └── NoNumbers          it gave logits that are no numbers
     ├── RequestError           this request cannot be answered as asked
     │   └── PromptTooLong      the model's context, or the engine's room, does not hold it
     ├── EngineClosed           the engine stopped before the answer was finished
+    ├── NoDeviceMemory         the device had no memory left for a request
     ├── UpstreamError          no upstream of a gateway answered
     ├── UpstreamRefusal        an upstream refused this request
     ├── CorpusError            a document or a knowledge base cannot be used
@@ -22,7 +24,7 @@
 
 Each message is one line that names the thing and the way out. The command line prints it and exits
 with 2; the server answers 400 for those that are the caller's fault, 503 where the engine is
-closed.
+closed or its device is full.
 """
 
 
@@ -50,6 +52,10 @@ class UnsupportedModel(ModelError):
     """An architecture or option that the decoder refuses by name."""
 
 
+class NoNumbers(ModelError):
+    """The model gave logits that are no numbers: nothing can be drawn from them."""
+
+
 class RequestError(KVWeaveError):
     """The request cannot be answered as asked; the caller can change it."""
 
@@ -60,6 +66,10 @@ class PromptTooLong(RequestError):
 
 class EngineClosed(KVWeaveError):
     """The engine was closed; nothing is wrong with the request."""
+
+
+class NoDeviceMemory(KVWeaveError):
+    """The device had no memory left; nothing is wrong with the request, but it may be too long."""
 
 
 class UpstreamError(KVWeaveError):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.results import read_results
-from fault_matrix import OUT, PAGE
+from fault_matrix import DEVICE_OUT, OUT, PAGE
 from reliability.fault_proxies import Layers, ValkeyProxy, closing_proxy
 from reliability.fault_rules import (
     CORRUPTED,
@@ -71,11 +71,13 @@ def _all_is_well(found: dict[str, Any]) -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    assert PAGE.read_text() == page_of(read_results(OUT)), "python bench/fault_matrix.py --page"
+    found = page_of(read_results(OUT), read_results(DEVICE_OUT))
+    assert PAGE.read_text() == found, "python bench/fault_matrix.py --page"
 
 
-def test_the_fields_in_front_sum_up_the_runs() -> None:
-    results = json.loads(OUT.read_text())
+@pytest.mark.parametrize("out", [OUT, DEVICE_OUT], ids=lambda out: out.stem)
+def test_the_fields_in_front_sum_up_the_runs(out: Path) -> None:
+    results = json.loads(out.read_text())
     for name, value in summary(results["runs"]).items():
         assert results[name] == value
 

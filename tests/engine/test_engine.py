@@ -201,6 +201,7 @@ def test_one_request_that_fails_hurts_no_other(decoder: Decoder) -> None:
         engine.run_alone(engine.check_integrity)
         assert engine.stats()["pages_used"] == 0
         assert engine.stats()["requests_failed"] == 1
+        assert engine.stats()["steps_parted"] >= 1
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(decoder: Decoder) -> None:

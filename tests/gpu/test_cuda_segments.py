@@ -86,6 +86,16 @@ def test_a_decode_step_reads_shared_chunks_once(num: int, ratio: float) -> None:
     compare(world, world.last_rows())
 
 
+@pytest.mark.parametrize("num", [1, 3])
+def test_rows_that_hold_no_chunk_look_at_their_own_pages(num: int) -> None:
+    """It was an illegal access: the tables of such a batch had no address to find own pages by."""
+    world = SegmentWorld(Heads(), 16, seed=num)
+    for i in range(num):
+        world.add_prompt([], front=40 + i, behind=9)
+    compare(world, world.last_rows())
+    compare(world, [prompt.own_positions[-9:] for prompt in world.prompts])
+
+
 @pytest.mark.skipif(not ON_GPU, reason="too much for the interpreter")
 @pytest.mark.parametrize(
     ("dtype", "page"),

@@ -70,6 +70,22 @@ def test_shared_chunks_give_what_copies_give(
         assert (mine - theirs).abs().mean() < close / 50
 
 
+@pytest.mark.parametrize("recorded", [0, 64])
+def test_a_prompt_that_the_tree_has_whole_reads_no_chunk(tmp_path: Path, recorded: int) -> None:
+    """Nothing is left to be shared: its rows look at pages of the tree and its own."""
+    folder = make_model_folder(tmp_path, "llama", max_position_embeddings=512, head_dim=64)
+    decoder = load_decoder(folder, device="cuda", dtype="float32")
+    world = World(decoder, tmp_path / "kv")
+    fused = replace(world.request(LONG, "reuse", 0.0), use_tree=True)
+    exact = replace(fused, fused=None)
+    with Engine(decoder, replace(SHARED, recorded_rows=recorded)) as engine:
+        want = answer(engine.submit(exact))
+        for _ in range(3):
+            assert answer(engine.submit(fused)) == want
+        at_rest(engine, world)
+    world.store.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8, 128, 64), (2, 64, 32), (3, 80, 20)])
 def test_rows_are_relocated_as_the_definition_says(

@@ -204,6 +204,11 @@ class ChunkPages:
         self._counts["evictions"] += 1
         return True
 
+    def discard(self, chunk: ResidentChunk) -> None:
+        """A leased chunk's KV is no good: nobody finds it from now on."""
+        if chunk.is_found:
+            self._hide(chunk)
+
     def forget(self, chunk_ids: Collection[ChunkId], tenant: str) -> int:
         """Chunks of a tenant were deleted. Returns how many are found no more."""
         wanted = set(chunk_ids)

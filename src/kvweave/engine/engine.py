@@ -83,6 +83,7 @@ class Engine:
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
         )
         self._decoder = decoder
+        self._runner = runner
         decoder.on_layer = self._worker.beat
         self._refusals = [
             *recordings_of(decoder).refusals,  # of what fused prompts play
@@ -162,6 +163,7 @@ class Engine:
             "parked": len(scheduler.parked),
             "background": len(scheduler.background),
             "preemptions": scheduler.preemptions,
+            "steps_parted": self._runner.num_parted,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._prefixes.copy_stats(),

@@ -1,5 +1,6 @@
 """The life of a request: it begins, loads, is computed, answers and ends. On the engine thread."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,12 +33,15 @@ from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
-from kvweave.errors import PromptTooLong, RequestError
+from kvweave.errors import NoDeviceMemory, NoNumbers, PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.shared_chunks import ScratchMemory
+from kvweave.kernels.recording import is_out_of_memory
 from kvweave.model.decoder import Decoder
 from kvweave.types import ChunkId
+
+log = logging.getLogger(__name__)
 
 LINK_BYTES_PER_S = 50e9  # to a device, or from memory to memory: what a load takes at least
 # What other threads leave for the engine thread: a ticket that is new, released or cancelled, the
@@ -297,19 +301,21 @@ class Lifecycle:
         self, sequence: EngineSequence, logits: Tensor, likeliest: int | None = None
     ) -> None:
         """Draw a token and hand it out; a held request keeps the logits instead."""
-        if sequence.progress.held:
-            sequence.logits = logits.clone()
-            sequence.ticket.timeline.prefilled_s = time.perf_counter()
-            return
-        if not sequence.answered and _is_close_call(sequence, logits):
-            self._compute_exactly(sequence)
-            return
         in_background = sequence.progress.background
-        if not (sequence.answered or in_background):
-            self.counts.first_token(sequence)
         try:
+            if sequence.progress.held:
+                sequence.logits = logits.clone()
+                sequence.ticket.timeline.prefilled_s = time.perf_counter()
+                return
+            if not sequence.answered and _is_close_call(sequence, logits):
+                self._compute_exactly(sequence)
+                return
+            if not (sequence.answered or in_background):
+                self.counts.first_token(sequence)
             choice = sequence.choose(logits, likeliest)
-        except Exception as error:  # such as logits that are no numbers: this request's
+        except Exception as error:  # the device's, or logits that are no numbers: this request's
+            if isinstance(error, NoNumbers):
+                self._drop_unsound(sequence)
             self.end(sequence.ticket, error)
             return
         self.failed_in_row = 0
@@ -317,6 +323,17 @@ class Lifecycle:
             self.counts.add("tokens_answered")
         if sequence.take(choice):
             self.end(sequence.ticket)
+
+    def _drop_unsound(self, sequence: EngineSequence) -> None:
+        """What a request read may be to blame: then the next one must not read it, too."""
+        try:
+            dropped = self._pages.drop_unsound(sequence)
+        except RuntimeError as error:  # CUDA's: the request has an error to end with already
+            log.warning("what an answer was computed from could not be looked at: %s", error)
+            return
+        if dropped:
+            log.warning("KV on the device held what is no number: %d chunks or prefixes", dropped)
+        self.counts.add("kv_distrusted", dropped)
 
     def _compute_exactly(self, sequence: EngineSequence) -> None:
         """A fused prompt begins again, as one of which nothing is approximated."""
@@ -327,6 +344,7 @@ class Lifecycle:
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A request is finished, cancelled or failed."""
+        error = _told(error)
         sequence = self.sequences.pop(ticket, None)
         try:
             if sequence is not None:
@@ -355,6 +373,17 @@ def _is_close_call(sequence: EngineSequence, logits: Tensor) -> bool:
         return False
     first, second = logits.topk(2).values.tolist()
     return bool(first - second < part.close_call)
+
+
+def _told(error: BaseException | None) -> BaseException | None:
+    """What the reader of an answer hears: want of memory by its name, the rest as it is."""
+    if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
+        return error
+    told = NoDeviceMemory(
+        "the device has no memory left for this request; try again later, or send less text"
+    )
+    told.__cause__ = error
+    return told
 
 
 def _sampler(request: EngineRequest) -> Sampler:

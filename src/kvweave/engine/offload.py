@@ -208,7 +208,7 @@ class TreePages:
             else:
                 offload.begin(copy)
         except RuntimeError as error:  # torch's word for every CUDA error, and for no memory
-            self._failed(error)
+            self.failed(error)
             return None
         return Pages(pages.size_bytes, copy)
 
@@ -223,7 +223,7 @@ class TreePages:
             pool.keys[:, at], pool.values[:, at] = copy.kv.to(pool.keys.device)
         except RuntimeError as error:
             self._allocator.release(taken)
-            self._failed(error)
+            self.failed(error)
             return None
         return Pages(pages.size_bytes, tuple(taken))
 
@@ -240,11 +240,16 @@ class TreePages:
         self._offload.settle(arrived)
         copy, result = arrived
         if isinstance(result, Exception):
-            self._failed(result)
+            self.failed(result)
             return not copy.is_held
         self.num_made += 1
         copy.kv = result  # what lay on the device goes: orders that read it were given before
         return True
+
+    def failed(self, error: Exception) -> None:
+        """The device refused to copy exact KV: counted, and told."""
+        self.num_failed += 1
+        log.warning("exact KV could not be copied (%s): it is computed when it is needed", error)
 
     def stats(self) -> dict[str, int]:
         """What became of copies, and what is on its way. Any thread."""
@@ -264,7 +269,3 @@ class TreePages:
         for part, found in zip((keys, values), kv, strict=True):
             torch.index_select(part, 1, at, out=found)
         return kv
-
-    def _failed(self, error: Exception) -> None:
-        self.num_failed += 1
-        log.warning("exact KV could not be copied (%s): it is computed when it is needed", error)

@@ -13,9 +13,13 @@ from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
+from kvweave.engine.unsound import is_unsound
+from kvweave.errors import ConfigError
 from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
+from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
+from kvweave.kv.config import GIB
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -35,7 +39,16 @@ def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
         fitting = int(_memory_bytes(decoder.device) * cfg.pool_share) // token_bytes
         tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
     num_pages = tokens // cfg.page_tokens
-    return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
+    try:
+        return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
+    except (RuntimeError, OSError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        free_gib = _memory_bytes(decoder.device) / GIB
+        raise ConfigError(
+            f"there is no memory for a KV pool of {tokens} tokens ({free_gib:.1f} GiB are free on "
+            f"{decoder.device}); give the engine fewer pool_tokens, or free some"
+        ) from error
 
 
 def _memory_bytes(device: torch.device) -> int:
@@ -156,8 +169,7 @@ class PageManager:
             return False
         own = self._allocator.take(wanted, shared[whole - 1] if whole else None)
         assert own is not None, "there were enough"
-        if cached % page:
-            self._pool.copy_rows(shared[whole], own[0], cached % page)
+        cached = self._behind(shared, own, cached)
         self._allocator.hold(shared[:whole])
         sequence.kv = PagedKV(self._pool, [*shared[:whole], *own])
         sequence.kv.reserve(cached)
@@ -166,6 +178,14 @@ class PageManager:
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
         self._admitted(sequence, cached)
         return True
+
+    def _behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
+        """Tokens that a sequence has that goes on behind `cached` ones: whole pages are read where
+        they lie, the rows of the last one are copied to its first own page."""
+        whole, rest = divmod(cached, self._pool.page_tokens)
+        if rest:
+            rest = self._prefixes.continue_page(shared[whole], own[0], rest)
+        return whole * self._pool.page_tokens + rest
 
     def _admit_run(self, sequence: EngineSequence) -> bool:
         """A fused request gets pages side by side, and they are its own: a dense buffer."""
@@ -215,8 +235,7 @@ class PageManager:
         chunks.complete(shared, tenant, wanted)
         own = self._allocator.take(count, front[whole - 1] if whole else None)
         assert own is not None, "there were enough"
-        if cached % page:
-            self._pool.copy_rows(front[whole], own[0], cached % page)
+        cached = self._behind(front, own, cached)
         self._allocator.hold(front[:whole])
         assert self._turn is not None, "who shares chunks can turn"
         sequence.kv = SegmentedKV(PagedKV(self._pool, [*front[:whole], *own]), self._turn)
@@ -292,6 +311,18 @@ class PageManager:
         count = -(-num_rows // self._pool.page_tokens) - len(sequence.kv.page_table)
         if count > 0 and not self.grow(sequence, count):
             raise AssertionError(f"{count} pages of lost chunks are not free")
+
+    def drop_unsound(self, sequence: EngineSequence) -> int:
+        """What a sequence reads, and others may, is found no more if it holds what is no number.
+        Returns how many chunks and nodes of the tree went."""
+        dropped = 0
+        lease = sequence.shared
+        if self._chunks is not None and lease is not None:
+            for chunk in [each for each in lease.chunks.values() if each.is_filled]:
+                if is_unsound(self._pool, chunk.pages, chunk.num_tokens):
+                    self._chunks.discard(chunk)
+                    dropped += 1
+        return dropped + self._prefixes.drop_unsound(sequence.path)
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""

@@ -26,6 +26,7 @@ from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
+from kvweave.engine.unsound import is_unsound
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.tree import (
@@ -164,17 +165,49 @@ class ExactPrefixes:
                 lease.release()
                 return False
             kv = PagedKV(self._pool, self._allocator.take(count) or ())
-            slots = torch.tensor(kv.slots(range(len(preamble.token_ids))))
-            for layer, made in enumerate(preamble.layers):
-                keys, values = self._pool.slots(layer)
-                keys[slots], values[slots] = made.k, made.v
-            fits = self.offer(lease, path[0], 0, kv)
-            self._allocator.release(kv.page_table)
+            try:
+                self._write(preamble, kv)
+                fits = self.offer(lease, path[0], 0, kv)
+            except RuntimeError:  # torch's word for every CUDA error: the caller's to hear
+                lease.release()
+                raise
+            finally:
+                self._allocator.release(kv.page_table)
             if not fits:
                 lease.release()
                 return False
         self._pins[path] = lease
         return True
+
+    def _write(self, preamble: Prefix, kv: PagedKV) -> None:
+        slots = torch.tensor(kv.slots(range(len(preamble.token_ids))))
+        for layer, made in enumerate(preamble.layers):
+            keys, values = self._pool.slots(layer)
+            keys[slots], values[slots] = made.k, made.v
+
+    def continue_page(self, source: int, target: int, num_rows: int) -> int:
+        """Copy the rows of a page that a leased path ends in, for a request that goes on behind
+        them. Returns how many it has; none if the device refuses: then they are computed again."""
+        try:
+            self._pool.copy_rows(source, target, num_rows)
+        except RuntimeError as error:
+            self._tree_pages.failed(error)
+            return 0
+        return num_rows
+
+    def drop_unsound(self, path: Sequence[ChunkRef]) -> int:
+        """Let go of what the tree has of a path from the first part on whose pages hold what is no
+        number. Returns nodes that went."""
+        for node in self.tree.match([chunk.id for chunk in path]).nodes:
+            if DEVICE not in node.pages or not node.num_tokens:
+                continue
+            first = (node.end - node.num_tokens) // self._page_tokens
+            num_rows = node.end - first * self._page_tokens
+            if is_unsound(self._pool, node.pages[DEVICE].handle, num_rows):
+                for pinned in [path for path, lease in self._pins.items() if node in lease.nodes]:
+                    self._pins.pop(pinned).release()  # whoever plans next pins it again
+                return self.tree.discard(node)
+        return 0
 
     def unpin(self) -> None:
         """Preambles may go like other leaves. What was pinned is a copy: it is computed again."""

@@ -46,6 +46,7 @@ class Runner:
         self.device = decoder.device
         self._decoder = decoder
         self._recorded = recorded
+        self.num_parted = 0  # steps that failed and were tried one request at a time. Any thread
 
     @property
     def refusals(self) -> list[Refusals]:
@@ -69,6 +70,7 @@ class Runner:
         except Exception as error:
             if len(slices) == 1:
                 return [SliceResult(slices[0], None, None, error)]
+            self.num_parted += 1
             log.warning("a step of %d requests failed; trying each alone: %s", len(slices), error)
             # not from a recording: its logits would be overwritten by the next one tried
             return [result for each in slices for result in self._run([each], None)]

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.errors import ModelError, RequestError
+from kvweave.errors import NoNumbers, RequestError
 
 MAX_TOP_LOGPROBS = 20
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny  # smaller ones would round to 0
@@ -155,7 +155,7 @@ class Sampler:
         if s.temperature == 0.0:
             likeliest = logits.argmax()  # one that is no number, where there are some
             if not logits[likeliest].isfinite():
-                raise ModelError(NO_NUMBERS)
+                raise NoNumbers(NO_NUMBERS)
             return int(likeliest)
         drawn = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
         # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
@@ -222,7 +222,7 @@ def _walk(scores: Tensor, look: int, *, is_all: bool, top_p: float, drawn: float
     weights = (likely / total).cpu()
     passed = weights.cumsum(dim=-1)
     if not passed[-1].isfinite():
-        raise ModelError(NO_NUMBERS)
+        raise NoNumbers(NO_NUMBERS)
     if not is_all and float(passed[-1]) < top_p and (top_p < 1.0 or drawn >= float(passed[-1])):
         return None
     # Those stay in front of which less than top_p lies; the likeliest always.

@@ -17,6 +17,7 @@ NAMES = (
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
     *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
     "prefixes_shared",  # requests held back while another computed their path, which they then read
+    "kv_distrusted",  # chunks and prefixes on the device that held what is no number
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
     *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
     "fused_shared",  # of them, those over chunks in shared pages

@@ -230,10 +230,12 @@ class SharedChunks:
         self._filled.add(layer)
 
     def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
-        at = on_device(torch.from_numpy(slots), self._decoder.device)
+        """Those of its rows that the room lacks: others may read the rest."""
+        there = self._room.num_present
+        at = on_device(torch.from_numpy(slots[there:]), self._decoder.device)
         for layer, made in enumerate(front):
             keys, values = self._pool.slots(layer)
-            keys[at], values[at] = made.k.to(keys.dtype), made.v.to(values.dtype)
+            keys[at], values[at] = made.k[there:].to(keys.dtype), made.v[there:].to(values.dtype)
 
     def _plan(self, front_slots: Slots) -> tuple[RowMoves, Angles]:
         """From which slot to which position each token goes, and by how much it is turned."""

@@ -34,6 +34,7 @@ from kvweave.errors import (
     CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
+    NoDeviceMemory,
     PromptTooLong,
     RequestError,
     UpstreamError,
@@ -142,6 +143,9 @@ def as_api_error(error: Exception) -> ApiError:
         return busy(str(error))
     if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
         return ApiError(503, str(error), headers={"Retry-After": "5"})
+    if isinstance(error, NoDeviceMemory):
+        log.warning("%s (%s)", error, error.__cause__)
+        return ApiError(503, str(error), code="no_device_memory", headers={"Retry-After": "5"})
     for kind, (status, words, code, wait_s) in OF_DISKS.items():
         if isinstance(error, kind):
             log.warning("%s", error)  # with the path, which is no business of the client's

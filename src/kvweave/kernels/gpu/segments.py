@@ -311,7 +311,8 @@ class SegmentTables:
             "counts": (4,), "pairs": (room.pairs, 4),
             "tiles": (room.most_cuts(self.tiling), 8),
             "row_cells": (num_rows, 2), "words": (room.words + SLACK,),
-            "pages": (room.chunk_pages,),
+            # own pages are found from here, and a view of nothing has no address
+            "pages": (max(1, room.chunk_pages),),
         }  # fmt: skip
         moving = {
             "step": (4,), "rows": (num_columns, num_rows), "pieces": (self.num_pieces, 4),

@@ -294,6 +294,16 @@ class KnowledgeTree:
                 self._pages.lose_host(node)
                 return
 
+    def discard(self, node: Node) -> int:
+        """A node's KV is no good: out of the tree with it and everything behind it. Returns nodes.
+
+        Pages that a running request reads stay until its lease goes.
+        """
+        before = self._pages.num_nodes
+        if node.parent is not None and not self._pages.is_doomed(node):
+            self._pages.drop(node)
+        return before - self._pages.num_nodes
+
     def forget(self, chunk_id: ChunkId, under: Collection[ChunkId] | None = None) -> int:
         """A chunk was deleted: it and everything behind it can no longer be found, on paths that
         begin with one of `under`, or on any. Returns nodes.

@@ -26,7 +26,7 @@ WORDS = {
     429: "Too many requests; Retry-After says when to come back",
     499: "The client left",
     500: "A bug; the server's log says more",
-    503: "The server is stopping",
+    503: "The server is stopping, or its device is full",
     504: "The answer took too long",
     507: "The server's disk is full",
 }

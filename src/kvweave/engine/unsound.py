@@ -1,0 +1,24 @@
+"""Pages that hold what is no number: memory that went bad, or that a failing device wrote.
+
+Nothing checks the bytes of a device before they are read, and one bad row makes every answer over
+it fail, for all who share it. So when an answer fails that way, what it read is looked at.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from kvweave.kernels.host import on_device
+from kvweave.model.paged_kv import KVPool
+
+
+def is_unsound(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
+    """Whether any of the first `num_rows` rows of these pages is no number, in any layer. Waits for
+    the device."""
+    at = on_device(torch.tensor(pages), pool.keys.device)
+    for part in (pool.keys, pool.values):
+        for layer in part:  # one by one: a gather of all would want as much memory again
+            rows = layer.index_select(0, at).flatten(0, 1)[:num_rows]  # [num_rows, Hk, D]
+            if not bool(rows.isfinite().all()):
+                return True
+    return False
