@@ -52,9 +52,11 @@ def seen_by_rows(
         seen[row][pair, slot] = seen[row].get((pair, slot), 0) + 1
 
     for row, (first, count) in enumerate(row_pieces.tolist()):
-        for b0, b1, cell, _ in pieces[first : first + count].tolist():
+        for b0, b1, cell, has_codes in pieces[first : first + count].tolist():
             assert first <= cell < first + count
             for slot, num, pair, bit in blocks[b0:b1].tolist():
+                if tiling.coded:  # a piece has own pages or chunks
+                    assert has_codes == (pair >= sharing.num_rows)
                 assert sharing.pairs[pair, 0] == row
                 assert 0 < num <= tiling.row_keys
                 if bit == NO_MASK:
@@ -86,10 +88,10 @@ def seen_by_rows(
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([1, 3, 16]),
-    st.sampled_from([1, 40, 300]),
+    st.sampled_from([1, 40, 300]), st.booleans(),
 )  # fmt: skip
 def test_every_row_sees_each_of_its_keys_once(
-    seed: int, num_rows: int, tile_rows: int, at_once: int
+    seed: int, num_rows: int, tile_rows: int, at_once: int, coded: bool
 ) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -100,10 +102,11 @@ def test_every_row_sees_each_of_its_keys_once(
         page += len(pages)
         bank.append(SharedChunk(pages, num, 0))
     held = [make_chunks(rng, bank) for _ in range(num_rows)]
-    tiling = ChunkTiling(PAGE, 64, 32, tile_rows, 2, at_once)
+    tiling = ChunkTiling(PAGE, 64, 32, tile_rows, 2, at_once, coded)
     sharing = Sharing([ChunkArrays(each, 64) if each else None for each in held], tiling)
     own_keys = np.array([rng.choice([0, 1, 64, rng.randint(0, 400)]) for _ in held])
-    seen = seen_by_rows(sharing, own_keys, num_rows + rng.randint(1, 40), 10_000)
+    num_pieces = tiling.lists * num_rows + rng.randint(1, 40)
+    seen = seen_by_rows(sharing, own_keys, num_pieces, 10_000)
     for row, (chunks, keys) in enumerate(zip(held, own_keys.tolist(), strict=True)):
         assert set(seen[row].values()) <= {1}
         wanted = keys

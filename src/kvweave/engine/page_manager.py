@@ -17,6 +17,7 @@ from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.rope import Turn
 from kvweave.kv.tree import ChunkRef, TreeLease
+from kvweave.model.chunk_codes import key_lifts, scale_bytes
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.segmented_kv import SegmentedKV
@@ -27,21 +28,35 @@ MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of toda
 def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
     """Room for KV: as configured, or what memory allows. `cfg` as `for_device` gives it."""
     assert cfg.page_tokens is not None, "a config for a device says how large pages are"
-    tokens = cfg.pool_tokens
+    tokens, codes_chunks = cfg.pool_tokens, cfg.shared_codec == "int8"
     if tokens is None:
         spec = decoder.spec
         per_head = spec.head_dim * decoder.dtype.itemsize
         token_bytes = 2 * spec.num_layers * spec.num_kv_heads * per_head
+        token_bytes += scale_bytes(spec, decoder.dtype) if codes_chunks else 0
         fitting = int(_memory_bytes(decoder.device) * cfg.pool_share) // token_bytes
         tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
     num_pages = tokens // cfg.page_tokens
-    return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
+    return KVPool(
+        decoder.spec,
+        num_pages,
+        cfg.page_tokens,
+        decoder.dtype,
+        decoder.device,
+        codes_chunks=codes_chunks,
+        lifts=key_lifts(decoder.spec, decoder.weights) if codes_chunks else None,
+    )
 
 
 def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class RoomLost(Exception):
+    """Chunks turned out missing, and what is computed instead has no pages: it takes more of them
+    than codes do, or others wait for the same chunks. The request must begin again with copies."""
 
 
 class PageManager:
@@ -288,10 +303,11 @@ class PageManager:
 
     def take_from_lost(self, sequence: EngineSequence, num_rows: int) -> None:
         """Own pages for `num_rows` own rows of a prompt whose chunks turned out missing: the pages
-        that they were to have. What it still leases may be read."""
+        that they were to have, and others where those hold too little. What it still leases may be
+        read. Raises RoomLost."""
         count = -(-num_rows // self._pool.page_tokens) - len(sequence.kv.page_table)
         if count > 0 and not self.grow(sequence, count):
-            raise AssertionError(f"{count} pages of lost chunks are not free")
+            raise RoomLost(f"{count} pages for chunks that were lost")
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""

@@ -46,6 +46,20 @@ class SharedChunk(NamedTuple):
     )
 
 
+class CodedPages(NamedTuple):
+    """Pages in which chunks lie in 8 bits, one layer of a pool: as many bytes as those of own rows,
+    and so more tokens. Key and value channels of a token and KV head are code x scale.
+
+    Keys are divided by `lift` before, channel by channel, and queries multiplied: `coded.py`.
+    """
+
+    keys: Tensor  # int8 [P, page, Hk, D], turned to their places in their chunks
+    values: Tensor  # int8 [P, page, Hk, D]
+    key_scales: Tensor  # float16 [P, page, Hk]
+    value_scales: Tensor  # float16 [P, page, Hk]
+    lift: Tensor | None  # float32 [Hk, D], alike for the channels that turn together; None: all 1
+
+
 class SegmentedRows(NamedTuple):
     """Rows of a batch that look at pages of their own sequence and at shared chunks."""
 

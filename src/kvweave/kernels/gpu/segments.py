@@ -11,6 +11,9 @@ Three launches answer for a layer, over tables of a fixed place that a CUDA grap
 One launch attends both ways: reading is bound by memory, tiles by products, and the two overlap. A
 step begins with one more (`begin_step`), which writes down where each key of each block lies.
 
+Chunks may lie in 8 bits (`kernels/coded.py`): by chunk, and in pieces of their own by row, codes
+are multiplied as they are, and their scales go into scores and weights.
+
 Tables are written by `SegmentTables.update`: who holds which chunk when a sequence comes or goes,
 everything else at every step.
 """
@@ -33,7 +36,7 @@ from kvweave.kernels.gpu.row_plan import stream_of
 from kvweave.kernels.gpu.segment_plan import WINDOW, ChunkArrays, ChunkTiling, Room, Sharing
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 from kvweave.kernels.rope import Angles, Turn
-from kvweave.kernels.types import SegmentedRows, SharedChunk
+from kvweave.kernels.types import CodedPages, SegmentedRows, SharedChunk
 
 HIDDEN = tl.constexpr(float("-inf"))
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
@@ -51,16 +54,25 @@ class SegmentShape(NamedTuple):
     head_dim: int
     page: int
     dtype: torch.dtype
+    coded: bool = False  # chunks lie in 8 bits
+
+    @property
+    def chunk_page(self) -> int:
+        """Tokens of a chunk in a page."""
+        return self.page * self.dtype.itemsize if self.coded else self.page
 
 
 @triton.jit
 def turn_queries(
-    q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, q_row, q_head,
-    HQ: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, PLACED: tl.constexpr,
+    q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, lift_ptr, q_row, q_head,
+    num_rows,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    PLACED: tl.constexpr, LIFTED: tl.constexpr,
 ):  # fmt: skip
     """The query of every pair [pairs, HQ, D]: turned back by its start. PLACED: first to its row's
-    position, and rounded, as if that had been done before."""
+    position, and rounded, as if that had been done before. LIFTED: multiplied by what the keys of
+    chunks, whose pairs come behind those of the rows, were divided by."""
     pair = tl.program_id(0)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     j = tl.arange(0, BLOCK_HALF)
@@ -79,12 +91,22 @@ def turn_queries(
             x1 = y1
         cos = tl.load(back_cos + pair * HALF + j, j < HALF, other=0.0)[None, :]
         sin = tl.load(back_sin + pair * HALF + j, j < HALF, other=0.0)[None, :]
+        lift_at = lift_ptr + (h // G)[:, None] * D
+        lifts = inside & (pair >= num_rows)
+        if LIFTED:
+            lift = tl.load(lift_at + j[None, :], lifts, other=1.0)
+            x1 = x1 * lift
+            x2 = x2 * lift
         tl.store(out_at + j[None, :], x1 * cos - x2 * sin, inside)
         tl.store(out_at + HALF + j[None, :], x2 * cos + x1 * sin, inside)
         if D > 2 * HALF:
             d = tl.arange(0, BLOCK_D)
             rest = (h < HQ)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
-            tl.store(out_at + d[None, :], tl.load(x_at + d[None, :], rest, other=0.0), rest)
+            x = tl.load(x_at + d[None, :], rest, other=0.0)
+            if LIFTED:
+                lifts = rest & (pair >= num_rows)
+                x = x.to(tl.float32) * tl.load(lift_at + d[None, :], lifts, other=1.0)
+            tl.store(out_at + d[None, :], x, rest)
 
 
 @triton.jit
@@ -100,11 +122,25 @@ def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _weigh_codes(s, v, v_scale, acc, m, total, scale, PRECISION: tl.constexpr):
+    """As `_weigh`, of values that are v times v_scale [N]."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    base = tl.where(m_new == HIDDEN, 0.0, m_new)
+    alpha = tl.exp2(m - base)
+    p = tl.exp2(s * scale - base[:, None])
+    total = total * alpha + tl.sum(p, 1)
+    p = p * v_scale[None, :]
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total
+
+
+@triton.jit
 def place_keys(
-    slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+    slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr, num_rows,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Where the keys of every block by row lie in the pool [blocks, BLOCK_N]; -1: there is none."""
+    """Where the keys of every block by row lie in the pool [blocks, BLOCK_N]; -1: there is none.
+    Pairs behind those of the rows look at chunks, whose pages may hold more."""
     j = tl.arange(0, WINDOW)
     for b in range(tl.program_id(0), tl.load(step_ptr), tl.num_programs(0)):
         block = blocks_ptr + b * 4
@@ -116,9 +152,12 @@ def place_keys(
             kept = (((word >> ((bit + j) % 32)) & 1) == 0).to(tl.int32)
             nth = tl.cumsum(kept, 0) - 1
             live = (kept > 0) & (nth < num)
-        page = tl.load(pages_ptr + slot // PAGE, live, other=0)
+        size = PAGE
+        if CHUNK_PAGE != PAGE:
+            size = tl.where(tl.load(block + 2) >= num_rows, CHUNK_PAGE, PAGE)
+        page = tl.load(pages_ptr + slot // size, live, other=0)
         to = slots_ptr + tl.cast(b, tl.int64) * BLOCK_N
-        tl.store(to + nth, page * PAGE + slot % PAGE, live)
+        tl.store(to + nth, page * size + slot % size, live)
         tl.store(to + j, tl.full([WINDOW], -1, tl.int32), (j >= num) & (j < BLOCK_N))
 
 
@@ -161,12 +200,52 @@ def _by_row(
 
 
 @triton.jit
+def _by_row_codes(
+    unit, q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr,
+    slots_ptr, scale,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_row`, of a piece that has codes."""
+    head = unit % HK
+    piece = pieces_ptr + unit // HK * 4
+    b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    at = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_N)
+    inside = (at < G)[:, None] & (d < D)[None, :]
+    q_at = q_ptr + ((head * G + at) * D)[:, None] + d[None, :]
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for b in tl.range(b0, b1, num_stages=STAGES):
+        slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
+        pair = tl.load(blocks_ptr + b * 4 + 2)
+        there = slot >= 0
+        live = there[:, None] & (d < D)[None, :]
+        row = slot.to(tl.int64) * HK + head
+        code_at = row[:, None] * D + d[None, :]
+        k = tl.load(k_ptr + code_at, live, other=0)
+        v = tl.load(v_ptr + code_at, live, other=0)
+        k_scale = tl.load(ks_ptr + row, there, other=0.0).to(tl.float32)
+        v_scale = tl.load(vs_ptr + row, there, other=0.0).to(tl.float32)
+        q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * k_scale[None, :]
+        s = tl.where(there[None, :], s, HIDDEN)
+        acc, m, total = _weigh_codes(s, v.to(q.dtype), v_scale, acc, m, total, scale, PRECISION)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    part = (cell.to(tl.int64) * HK + head) * G + at
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), at < G)
+
+
+@triton.jit
 def _by_chunk(
-    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
-    first_cell, scale, k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+    words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """A tile and a KV head."""
     at = tl.arange(0, BLOCK_M)
@@ -192,9 +271,13 @@ def _by_chunk(
         page = tl.load(pages_ptr + slot // PAGE, there, other=0)
         slot = (page * PAGE + slot % PAGE).to(tl.int64)
         live = there[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
-        v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
+        k_at = k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :]
+        v_at = v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :]
+        k = tl.load(k_at, live, other=0).to(q.dtype)
+        v = tl.load(v_at, live, other=0).to(q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if CODED:
+            s *= tl.load(ks_ptr + slot * HK + head, there, other=0.0).to(tl.float32)[None, :]
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
             gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -203,7 +286,11 @@ def _by_chunk(
                 bits = tl.load(bits_at, mask >= 0, other=0)
                 gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
             s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
-        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+        if CODED:
+            v_scale = tl.load(vs_ptr + slot * HK + head, there, other=0.0).to(tl.float32)
+            acc, m, total = _weigh_codes(s, v, v_scale, acc, m, total, scale, PRECISION)
+        else:
+            acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
@@ -213,22 +300,38 @@ def _by_chunk(
 
 @triton.jit
 def attend_cells(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
-    counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
-    k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, pieces_ptr,
+    blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
+    num_walkers, scale,
+    k_row, k_head, v_row, v_head, chunk_k_row, chunk_k_head, chunk_v_row, chunk_v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """The first `num_walkers` programs walk over tiles, however many there are, one beside each
     other program of a multiprocessor; every other program answers for a piece."""
     if tl.program_id(0) < num_walkers:
         for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
-                words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
-                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+                unit, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, tiles_ptr,
+                pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
+                chunk_k_row, chunk_k_head, chunk_v_row, chunk_v_head,
+                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION, CODED,
+            )  # fmt: skip
+    elif CODED:
+        unit = tl.program_id(0) - num_walkers
+        if tl.load(pieces_ptr + unit // HK * 4 + 3) > 0:
+            _by_row_codes(
+                unit, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr,
+                pieces_ptr, blocks_ptr, slots_ptr, scale,
+                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+            )  # fmt: skip
+        else:
+            _by_row(
+                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+                blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
             )  # fmt: skip
     else:
         _by_row(
@@ -300,11 +403,12 @@ class SegmentTables:
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
         self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
-        self.num_pieces = num_rows + -(-PIECES * cores(device) // shape.num_kv_heads)
         self.tiling = ChunkTiling(
-            shape.page, self.by_row.block_n, self.by_chunk.block_n,
-            self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once,
+            shape.chunk_page, self.by_row.block_n, self.by_chunk.block_n,
+            self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once, shape.coded,
         )  # fmt: skip
+        least = self.tiling.lists * num_rows
+        self.num_pieces = least + -(-PIECES * cores(device) // shape.num_kv_heads)
         # held, written by `hold`:    counts | pairs | tiles | row_cells | words | chunk pages
         # moving, written by `update`: step | rows | pieces | row_pieces | blocks, own pages at once
         held = {
@@ -440,8 +544,8 @@ def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
     size = tables.by_row.block_n
     slots = torch.empty(max(1, tables.room.blocks), size, dtype=torch.int32, device=device)
     place_keys[(min(len(slots), 4 * cores(device)),)](
-        slots, on["step"], on["blocks"], on["pages"], on["words"],
-        BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page,
+        slots, on["step"], on["blocks"], on["pages"], on["words"], tables.num_rows,
+        BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page, CHUNK_PAGE=tables.shape.chunk_page,
     )  # fmt: skip
     return SegmentStep(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
 
@@ -453,30 +557,35 @@ def attend_tables(
     key_pages: Tensor,
     value_pages: Tensor,
     at: Angles | None = None,
+    coded: CodedPages | None = None,
 ) -> Tensor:
     """Attention output [B, Hq, D] of the rows of `tables` over pages [P, page, Hk, D].
 
-    q is turned to the rows' positions, or it will be by `at`.
+    q is turned to the rows' positions, or it will be by `at`. Chunks lie in `coded` pages, if the
+    tables were made for such.
     """
     num, heads, head_dim = q.shape
     shape, on, device = tables.shape, tables.on_device, q.device
     assert num == tables.num_rows, f"{num} rows for {tables.num_rows}"
     assert q.stride(-1) == 1, "the channels of a head lie side by side"
+    assert shape.coded == (coded is not None), "tables are for chunks that lie otherwise"
     kv_heads = shape.num_kv_heads
-    turned = _turned(q, tables, step.back, at)
+    turned = _turned(q, tables, step.back, at, None if coded is None else coded.lift)
     cells = (tables.num_pieces + tables.room.most_cells(tables.tiling)) * heads
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
+    held = (key_pages, value_pages, lse, lse) if coded is None else coded[:4]
     attend_cells[(tables.at_once + tables.num_pieces * kv_heads,)](
-        turned, key_pages, value_pages, part, lse, on["pieces"], on["blocks"], step.slots,
-        on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
+        turned, key_pages, value_pages, *held[:4], part, lse, on["pieces"], on["blocks"],
+        step.slots, on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
         tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
         *_row_strides(key_pages), *_row_strides(value_pages),
+        *_row_strides(held[0]), *_row_strides(held[1]),
         G=heads // kv_heads, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
         ROW_M=row.block_m, ROW_N=row.block_n, ROW_STAGES=row.stages,
         TILE_M=tile.block_m, TILE_N=tile.block_n, TILE_STAGES=tile.stages,
-        PAGE=shape.page, PRECISION=precision(q), num_warps=tile.warps,
+        PAGE=shape.chunk_page, PRECISION=precision(q), CODED=shape.coded, num_warps=tile.warps,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
     merge_cells[(num, heads)](
@@ -486,7 +595,9 @@ def attend_tables(
     return out
 
 
-def _turned(q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None) -> Tensor:
+def _turned(
+    q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None, lift: Tensor | None
+) -> Tensor:
     """The queries of all pairs [pairs, Hq, D]."""
     (_, heads, head_dim), half = q.shape, back.cos.shape[-1]
     pairs = tables.room.pairs
@@ -494,10 +605,11 @@ def _turned(q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None) -
     block_h = min(TURN_HEADS, triton.next_power_of_2(heads))
     placed = back if at is None else Angles(at.cos.contiguous(), at.sin.contiguous())
     turn_queries[pairs, triton.cdiv(heads, block_h)](
-        q, turned, *placed, *back, tables.on_device["pairs"], *q.stride()[:2],
-        HQ=heads, D=head_dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, PLACED=at is not None,
-        num_warps=4,
+        q, turned, *placed, *back, tables.on_device["pairs"], back.cos if lift is None else lift,
+        *q.stride()[:2], tables.num_rows,
+        HQ=heads, G=heads // tables.shape.num_kv_heads, D=head_dim, HALF=half,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_H=block_h, PLACED=at is not None, LIFTED=lift is not None, num_warps=4,
     )  # fmt: skip
     return turned
 
@@ -530,6 +642,7 @@ def attend_segments(
     key_pages: Tensor,
     value_pages: Tensor,
     turn: Turn,
+    coded: CodedPages | None = None,
 ) -> Tensor:
     """kernels/segments.attend_segments on a GPU. Tables are kept for the next layer: `rows` and
     `ranks` are the same objects there, and have not changed."""
@@ -540,14 +653,15 @@ def attend_segments(
         )
     q = q if q.stride(-1) == 1 else q.contiguous()
     page = key_pages.shape[1]
-    shape = SegmentShape(q.shape[1], key_pages.shape[2], q.shape[2], page, q.dtype)
+    is_coded = coded is not None
+    shape = SegmentShape(q.shape[1], key_pages.shape[2], q.shape[2], page, q.dtype, is_coded)
     key = (id(rows), id(ranks), shape, stream_of(q.device))
     if _cache.made is None or _cache.key != key:
         tables = _tables_for(positions, ranks, rows, shape, q.device)
         _cache.key, _cache.kept = key, (rows, ranks)
         _cache.made = tables, begin_step(tables, turn)
     tables, step = _cache.made
-    return attend_tables(q, tables, step, key_pages, value_pages)
+    return attend_tables(q, tables, step, key_pages, value_pages, None, coded)
 
 
 def _tables_for(
