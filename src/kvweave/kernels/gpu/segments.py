@@ -320,16 +320,16 @@ def attend_cells(
                 G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION, CODED,
             )  # fmt: skip
     elif CODED:
-        unit = tl.program_id(0) - num_walkers
-        if tl.load(pieces_ptr + unit // HK * 4 + 3) > 0:
+        mine = tl.program_id(0) - num_walkers
+        if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
             _by_row_codes(
-                unit, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr,
+                mine, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr,
                 pieces_ptr, blocks_ptr, slots_ptr, scale,
                 G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
             )  # fmt: skip
         else:
             _by_row(
-                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
                 blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
             )  # fmt: skip
