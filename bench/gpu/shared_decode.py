@@ -143,13 +143,14 @@ class Layers:
 
     def _codes(self, num_pages: int) -> CodedPages:
         """Beside the pages, not in them: what random bits would be as codes is nothing to time."""
-        shape = (num_pages, 2 * self.page, self.heads.kv)
-        codes = (
-            torch.randint(-127, 128, (*shape, self.heads.dim), dtype=torch.int8, device=self.device)
+        heads, on = self.heads, self.device
+        shape = (num_pages, 2 * self.page, heads.kv, heads.dim)
+        keys, values = (
+            torch.randint(-127, 128, shape, dtype=torch.int8, device=on).view(torch.int16)
             for _ in range(2)
         )
-        scales = (torch.full(shape, 0.02, dtype=SCALE, device=self.device) for _ in range(2))
-        return CodedPages(*codes, *scales, None)
+        scales = (num_pages, heads.kv, 2 * self.page, 2)
+        return CodedPages(keys, values, torch.full(scales, 0.02, dtype=SCALE, device=on), None)
 
     def turn(self, positions: Tensor) -> Angles:
         return make_angles(positions, self._inv_freq, 1.0, torch.float32)
@@ -290,8 +291,7 @@ def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str,
         pool.keys[layer].normal_()
         pool.values[layer].normal_()
         if (codes := pool.codes(layer)) is not None:
-            codes.key_scales.fill_(0.02)
-            codes.value_scales.fill_(0.02)
+            codes.scales.fill_(0.02)
     recorded = RecordedDecode(decoder, pool, SEQUENCES)
     own = [list(range(i * each, (i + 1) * each)) for i in range(SEQUENCES)]
     copied_ms = step_ms(recorded, decoder, [PagedKV(pool, pages) for pages in own])

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.kernels.coded import encode_rows_reference, relocate_coded_reference
+from kvweave.kernels.coded import codes_of, encode_rows_reference, relocate_coded_reference
 from kvweave.kernels.gpu import coded as rows_on_gpu
 from kvweave.kernels.gpu import segments as on_gpu
 from kvweave.kernels.gpu.segment_plan import Room
@@ -56,9 +56,9 @@ def lift_of(heads: int, dim: int, half: int) -> Tensor:
 
 
 def empty_pages(pages: int, page: int, heads: int, dim: int, lift: Tensor | None) -> CodedPages:
-    shape = (pages, page, heads)
-    codes = [torch.zeros(*shape, dim, dtype=torch.int8) for _ in "kv"]
-    return CodedPages(*codes, *(torch.zeros(shape, dtype=torch.float16) for _ in "kv"), lift)
+    keys, values = torch.zeros(2, pages, page, heads, dim // 2, dtype=torch.int16)
+    scales = torch.zeros(pages, heads, page, 2, dtype=torch.float16)
+    return CodedPages(keys, values, scales, lift)
 
 
 @pytest.mark.parametrize("lifted", [False, True])
@@ -78,11 +78,10 @@ def test_rows_are_coded_and_laid_as_the_definitions_say(
     encode_rows_reference(keys, values, slots, wanted)
     rows_on_gpu.encode_rows(keys.to(DEVICE), values.to(DEVICE), slots.to(DEVICE), found)
     for mine, theirs in zip(found[:2], wanted[:2], strict=True):
-        apart = (mine.cpu().int() - theirs.int()).abs()
+        apart = (codes_of(mine.cpu(), torch.int32) - codes_of(theirs, torch.int32)).abs()
         assert apart.max() <= 1, "a division may round otherwise"
         assert apart.float().mean() < 1e-3
-    for mine, theirs in zip(found[2:4], wanted[2:4], strict=True):
-        torch.testing.assert_close(mine.cpu(), theirs, atol=0.0, rtol=1e-3)
+    torch.testing.assert_close(found.scales.cpu(), wanted.scales, atol=0.0, rtol=1e-3)
     own_keys, own_values = torch.randn(2, 40, heads, dim).to(dtype)
     which = torch.cat([torch.zeros(30, dtype=torch.int64), torch.randint(1, 4, (100,))])
     moves = RowMoves(torch.cat([torch.randperm(40)[:30], slots]), torch.randperm(200)[:130], which)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded
+from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded, scales_between
 from kvweave.kernels.relocate import relocate
 from kvweave.kernels.rope import make_angles
 from kvweave.kernels.types import CodedPages, RowMoves
@@ -12,9 +12,8 @@ PAGES, PAGE, HEADS, DIM, HALF = 9, 8, 2, 20, 8
 
 
 def empty_pages(lift: torch.Tensor | None = None) -> CodedPages:
-    shape = (PAGES, PAGE, HEADS)
-    codes = [torch.zeros(*shape, DIM, dtype=torch.int8) for _ in "kv"]
-    return CodedPages(*codes, *(torch.zeros(shape, dtype=torch.float16) for _ in "kv"), lift)
+    keys, values = torch.zeros(2, PAGES, PAGE, HEADS, DIM // 2, dtype=torch.int16)
+    return CodedPages(keys, values, torch.zeros(PAGES, HEADS, PAGE, 2, dtype=torch.float16), lift)
 
 
 def some_rows(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +44,10 @@ def test_codes_are_off_by_half_a_step(dtype: torch.dtype) -> None:
     rest = torch.ones(PAGES * PAGE, dtype=torch.bool)
     rest[slots] = False
     assert not coded.keys.flatten(0, 1)[rest].any()
-    assert not coded.value_scales.flatten(0, 1)[rest].any()
+    assert not coded.values.flatten(0, 1)[rest].any()
+    scales = scales_between(coded, 0, PAGES * PAGE)
+    assert not scales[rest].any()
+    assert torch.equal(scales_between(coded, 5, 30), scales[5:30])
 
 
 def test_a_lift_keeps_large_channels_from_the_step_of_the_others() -> None:

@@ -43,11 +43,12 @@ def test_codes_and_rows_share_their_bytes(tmp_path: Path, dtype: torch.dtype, fo
     pool = KVPool(spec, 6, 4, dtype, device, codes_chunks=True)
     coded = pool.codes(1)
     assert coded is not None
-    assert coded.keys.shape == (7, fold * 4, spec.num_kv_heads, spec.head_dim)
+    assert coded.keys.shape == (7, fold * 4, spec.num_kv_heads, spec.head_dim // 2)
+    assert coded.scales.shape == (7, spec.num_kv_heads, fold * 4, 2)
     assert pool.chunk_page_tokens == fold * 4
     pool.keys[1].zero_()
     coded.keys[3] = 5
-    assert bool(pool.keys[1, 3].view(torch.int8).eq(5).all())
+    assert bool(pool.keys[1, 3].view(torch.int16).eq(5).all())
     assert not pool.keys[1, [2, 4]].any()
     plain = KVPool(spec, 6, 4, dtype, device)
     assert plain.codes(1) is None

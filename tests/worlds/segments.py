@@ -91,10 +91,11 @@ class SegmentWorld:
     def coded(self, fold: int, lift: Tensor | None = None) -> CodedPages:
         """The chunks in 8 bits, `fold` times as many tokens to a page: the first pages of each have
         them all. What nobody wrote has scales that are no numbers."""
-        shape = (self.num_pages, fold * self.page, self.heads.kv)
-        keys, values = (torch.full((*shape, self.heads.dim), 99, dtype=torch.int8) for _ in "kv")
-        scales = [torch.full(shape, torch.nan, dtype=torch.float16) for _ in "kv"]
-        made = CodedPages(keys, values, *scales, lift)
+        page, heads = fold * self.page, self.heads
+        codes = (self.num_pages, page, heads.kv, heads.dim // 2)
+        keys, values = (torch.full(codes, 9999, dtype=torch.int16) for _ in "kv")
+        scales = torch.full((self.num_pages, heads.kv, page, 2), torch.nan, dtype=torch.float16)
+        made = CodedPages(keys, values, scales, lift)
         for pages, k, v in self._bank:
             turned = rotate(k, self.turn(torch.arange(len(k))))
             encode_rows_reference(turned, v, _slots(pages, len(k), fold * self.page), made)

@@ -38,26 +38,36 @@ def encode_rows(keys: Tensor, values: Tensor, slots: Tensor, coded: CodedPages) 
 def encode_rows_reference(keys: Tensor, values: Tensor, slots: Tensor, coded: CodedPages) -> None:
     """The definition of `encode_rows`."""
     lifted = keys.float() if coded.lift is None else keys.float() / coded.lift
-    for x, codes, scales in (
-        (lifted, coded.keys, coded.key_scales),
-        (values.float(), coded.values, coded.value_scales),
-    ):
+    page, nth = slots // coded.keys.shape[1], slots % coded.keys.shape[1]
+    for which, x, codes in ((0, lifted, coded.keys), (1, values.float(), coded.values)):
         scale = (x.abs().amax(-1) / MOST).to(torch.float16)  # [N, Hk]
         step = scale.float().masked_fill(scale == 0, 1.0)[..., None]
-        found = (x / step + 0.5).floor().clamp_(-MOST, MOST)
-        codes.flatten(0, 1)[slots] = found.to(torch.int8)
-        scales.flatten(0, 1)[slots] = scale
+        found = (x / step + 0.5).floor().clamp_(-MOST, MOST).to(torch.int16)
+        low, high = found.chunk(2, dim=-1)
+        codes.flatten(0, 1)[slots] = (low & 255) | (high << 8)
+        coded.scales[page, :, nth, which] = scale
+
+
+def codes_of(pairs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The codes [.., D] of numbers [.., D/2]."""
+    return torch.cat(((pairs << 8) >> 8, pairs >> 8), dim=-1).to(dtype)
+
+
+def scales_between(coded: CodedPages, start: int, end: int) -> Tensor:
+    """[n, Hk, 2] of slots [start, end)."""
+    size = coded.keys.shape[1]
+    first = start // size
+    some = coded.scales[first : -(-end // size)].transpose(1, 2).flatten(0, 1)
+    return some[start - first * size : end - first * size]
 
 
 def decode_rows(coded: CodedPages, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values [N, Hk, D] of `slots` [N]."""
+    size = coded.keys.shape[1]
+    scales = coded.scales[slots // size, :, slots % size].float()  # [N, Hk, 2]
     keys, values = (
-        codes.flatten(0, 1).index_select(0, slots).float()
-        * scales.flatten(0, 1).index_select(0, slots)[..., None].float()
-        for codes, scales in (
-            (coded.keys, coded.key_scales),
-            (coded.values, coded.value_scales),
-        )
+        codes_of(pairs.flatten(0, 1).index_select(0, slots), torch.float32) * scale[..., None]
+        for pairs, scale in zip((coded.keys, coded.values), scales.unbind(-1), strict=True)
     )
     if coded.lift is not None:
         keys = keys * coded.lift

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.attention import kernels_fit
+from kvweave.kernels.coded import codes_of, scales_between
 from kvweave.kernels.paged_attention import page_pieces
 from kvweave.kernels.rope import Turn, rotate
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
@@ -72,14 +73,13 @@ def attend_segments_reference(
     coded: CodedPages | None = None,
 ) -> Tensor:
     """The definition, in plain PyTorch: what a CPU runs and a kernel is compared with."""
-    own = _Memory(key_pages.flatten(0, 1), value_pages.flatten(0, 1))  # [P * page, Hk, D] views
-    shared = own if coded is None else _memory_of(coded)
+    own = key_pages.flatten(0, 1), value_pages.flatten(0, 1)  # [P * page, Hk, D] views
     page, parts = key_pages.shape[1], []
     chunk_page = page if coded is None else coded.keys.shape[1]
     for sequence in rows:
         at = slice(sequence.start, sequence.end)
         if at.start < at.stop:
-            seen = _Seen(q[at], own, shared)
+            seen = _Seen(q[at], *own, coded)
             seen.look_at_own(sequence.own, ranks[at], page)
             for chunk in sequence.chunks:
                 seen.look_at_chunk(chunk, positions[at], chunk_page, turn)
@@ -89,19 +89,12 @@ def attend_segments_reference(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-class _Memory(NamedTuple):
-    """Keys and values token by token."""
+class _Piece(NamedTuple):
+    """What was looked at."""
 
-    keys: Tensor  # [slots, Hk, D]
-    values: Tensor
-    key_scales: Tensor | None = None  # [slots, Hk] of codes; None: they are no codes
-    value_scales: Tensor | None = None
-    lift: Tensor | None = None  # [Hk, D]: what queries are multiplied by
-
-
-def _memory_of(coded: CodedPages) -> _Memory:
-    keys, values, key_scales, value_scales = (x.flatten(0, 1) for x in coded[:4])
-    return _Memory(keys, values, key_scales, value_scales, coded.lift)
+    scores: Tensor  # [Hk, G * R, N]
+    values: Tensor  # [Hk, N, D]
+    scales: Tensor | None = None  # [Hk, 1, N] of values that are codes
 
 
 class _Seen:
@@ -110,11 +103,13 @@ class _Seen:
     Query heads that share a KV head lie behind each other as rows of it: [Hk, G * R, D].
     """
 
-    def __init__(self, q: Tensor, own: _Memory, shared: _Memory) -> None:
-        self._q, self._own, self._shared = q, own, shared
-        self._kv_heads = own.keys.shape[1]
-        self._scores: list[Tensor] = []  # [Hk, G * R, N] of each piece
-        self._slots: list[tuple[_Memory, slice]] = []  # of the pool
+    def __init__(
+        self, q: Tensor, keys: Tensor, values: Tensor, coded: CodedPages | None = None
+    ) -> None:
+        """Chunks lie among keys and values [slots, Hk, D], or in `coded` pages."""
+        self._q, self._keys, self._values, self._coded = q, keys, values, coded
+        self._kv_heads = keys.shape[1]
+        self._pieces: list[_Piece] = []
 
     def look_at_own(self, own: PagedSegment, ranks: Tensor, page: int) -> None:
         lined = self._lined(self._q)
@@ -122,7 +117,7 @@ class _Seen:
         for start, end in page_pieces(own.page_table, own.runs, page, int(ranks[-1]) + 1):
             at = torch.arange(first, first + end - start)
             hidden = at > ranks[:, None] if first + end - start > int(ranks[0]) + 1 else None
-            self._look(lined, self._own, slice(start, end), hidden)
+            self._look(lined, slice(start, end), hidden)
             first += end - start
 
     def look_at_chunk(self, chunk: SharedChunk, positions: Tensor, page: int, turn: Turn) -> None:
@@ -131,9 +126,9 @@ class _Seen:
             return
         back = turn(torch.full((len(self._q),), -chunk.start, device=self._q.device))
         turned = rotate(self._q.to(back.cos.dtype), back)
-        if self._shared.lift is not None:
+        if self._coded is not None and self._coded.lift is not None:
             group = self._q.shape[1] // self._kv_heads
-            turned = turned * self._shared.lift.repeat_interleave(group, 0)
+            turned = turned * self._coded.lift.repeat_interleave(group, 0)
         lined = self._lined(turned.to(self._q.dtype))
         first = 0
         for begin, end in page_pieces(chunk.pages, None, page, seen):
@@ -143,22 +138,18 @@ class _Seen:
             if chunk.replaced is not None:
                 gone = chunk.replaced[first : first + end - begin]
                 hidden = gone.expand(len(self._q), -1) if hidden is None else hidden | gone
-            self._look(lined, self._shared, slice(begin, end), hidden)
+            self._look(lined, slice(begin, end), hidden, self._coded)
             first += end - begin
 
     def output(self) -> Tensor:
-        scores = torch.cat(self._scores, dim=-1)
+        scores = torch.cat([piece.scores for piece in self._pieces], dim=-1)
         wide = scores.dtype if scores.dtype in (torch.float32, torch.float64) else torch.float32
         weights = scores.softmax(-1, dtype=wide).to(self._q.dtype)
         out: Tensor | None = None
         first = 0
-        for (memory, slots), part in zip(self._slots, self._scores, strict=True):
+        for part, values, scales in self._pieces:
             weight = weights[..., first : first + part.shape[-1]]
-            values = memory.values[slots].transpose(0, 1)
-            if memory.value_scales is not None:
-                weight = weight * memory.value_scales[slots].t()[:, None].to(weight.dtype)
-                values = values.to(weight.dtype)
-            seen = torch.matmul(weight, values)
+            seen = torch.matmul(weight if scales is None else weight * scales, values)
             out = seen if out is None else out.add_(seen)
             first += part.shape[-1]
         assert out is not None, "a row sees no key at all"
@@ -173,15 +164,24 @@ class _Seen:
         scale: float = head_dim**-0.5
         return lined.reshape(self._kv_heads, group * num, head_dim) * scale
 
-    def _look(self, lined: Tensor, memory: _Memory, slots: slice, hidden: Tensor | None) -> None:
-        keys = memory.keys[slots].permute(1, 2, 0)
-        if memory.key_scales is None:
-            scores = torch.matmul(lined, keys)
+    def _look(
+        self,
+        lined: Tensor,
+        slots: slice,
+        hidden: Tensor | None,
+        coded: CodedPages | None = None,
+    ) -> None:
+        scales: Tensor | None = None
+        if coded is None:
+            keys, values = self._keys[slots], self._values[slots]
+            scores = torch.matmul(lined, keys.permute(1, 2, 0))
         else:
-            scores = torch.matmul(lined, keys.to(lined.dtype))
-            scores = scores * memory.key_scales[slots].t()[:, None].to(scores.dtype)
+            pairs = coded.keys.flatten(0, 1)[slots], coded.values.flatten(0, 1)[slots]
+            keys, values = (codes_of(each, lined.dtype) for each in pairs)
+            both = scales_between(coded, slots.start, slots.stop).to(lined.dtype)
+            of_keys, scales = both.permute(2, 1, 0)[:, :, None].unbind()  # [Hk, 1, N] each
+            scores = torch.matmul(lined, keys.permute(1, 2, 0)) * of_keys
         if hidden is not None:
             group = lined.shape[1] // len(self._q)
             scores.masked_fill_(hidden.to(scores.device).repeat(group, 1), float("-inf"))
-        self._scores.append(scores)
-        self._slots.append((memory, slots))
+        self._pieces.append(_Piece(scores, values.transpose(0, 1), scales))

@@ -25,17 +25,15 @@ class ChunkCodes:
         """Keys and values of a pool [L, P, page, Hk, D]. `lifts`: see `key_lifts`."""
         layers, pages, page, heads, head_dim = keys.shape
         self.page_tokens = page * keys.element_size()
-        shape = (layers, pages, self.page_tokens, heads)
-        self._codes = [x.view(torch.int8).view(*shape, head_dim) for x in (keys, values)]
-        self._scales = [torch.zeros(shape, dtype=SCALE, device=keys.device) for _ in range(2)]
+        codes = (layers, pages, self.page_tokens, heads, head_dim // 2)
+        self._keys, self._values = (x.view(torch.int16).view(codes) for x in (keys, values))
+        scales = (layers, pages, heads, self.page_tokens, 2)
+        self._scales = torch.zeros(scales, dtype=SCALE, device=keys.device)
         self._lifts = lifts
 
     def layer(self, layer: int) -> CodedPages:
-        codes, scales = self._codes, self._scales
         lift = None if self._lifts is None else self._lifts[layer]
-        return CodedPages(
-            codes[0][layer], codes[1][layer], scales[0][layer], scales[1][layer], lift
-        )
+        return CodedPages(self._keys[layer], self._values[layer], self._scales[layer], lift)
 
 
 def scale_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

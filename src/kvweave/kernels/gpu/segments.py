@@ -43,6 +43,7 @@ ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
 TURN_HEADS = 32  # that one program turns
+CODE_STAGES = 4  # of reading codes by row: half the bytes of a block, so twice as many under way
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -122,16 +123,69 @@ def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _weigh_codes(s, v, v_scale, acc, m, total, scale, PRECISION: tl.constexpr):
-    """As `_weigh`, of values that are v times v_scale [N]."""
-    m_new = tl.maximum(m, tl.max(s, 1) * scale)
-    base = tl.where(m_new == HIDDEN, 0.0, m_new)
-    alpha = tl.exp2(m - base)
-    p = tl.exp2(s * scale - base[:, None])
-    total = total * alpha + tl.sum(p, 1)
-    p = p * v_scale[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, m_new, total
+def _low(x, DTYPE: tl.constexpr):
+    """The codes in the lower bytes: of the first half of a head's channels."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        # a code c >= 0 is (128 + its 7 bits) - 128, one below 0 is (128 + its 7 bits) - 256, and
+        # all of these are exact; the unit that converts integers is four times as slow
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, minus;
+            mov.b32 minus, 0xbf80bf80;
+            lop3.b32 a, $1, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 b, $1, 0x00800080, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, b, minus, a;
+            }""",
+            "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = ((x.to(tl.int32) << 24) >> 24).to(DTYPE)
+    return found
+
+
+@triton.jit
+def _high(x, DTYPE: tl.constexpr):
+    """The codes in the upper bytes: of the other half."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, up, minus;
+            mov.b32 minus, 0xbf80bf80;
+            shr.b32 up, $1, 8;
+            lop3.b32 a, up, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 b, up, 0x00800080, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, b, minus, a;
+            }""",
+            "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = (x.to(tl.int32) >> 8).to(DTYPE)
+    return found
+
+
+@triton.jit
+def _all(x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The codes of numbers x [N, C], one half of the channels behind the other: [N, 2 C]."""
+    both = tl.permute(tl.join(_low(x, DTYPE), _high(x, DTYPE)), (0, 2, 1))
+    return tl.reshape(both, (BLOCK_N, 2 * BLOCK_C))
+
+
+@triton.jit
+def _scales(both):
+    """Of keys and of values, from numbers that hold two halves."""
+    of_keys = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True)
+    of_values = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return of_keys.to(tl.float32), of_values.to(tl.float32)
+
+
+@triton.jit
+def _hide(s, words_ptr, mask, word0, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores s [M, N] without the keys that each row has replaced, by its bits from word0 on."""
+    gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    for w in tl.static_range(BLOCK_N // 32):
+        bits = tl.load(words_ptr + mask + word0 + w, mask >= 0, other=0)
+        gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
+    return tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
 
 
 @triton.jit
@@ -201,51 +255,65 @@ def _by_row(
 
 @triton.jit
 def _by_row_codes(
-    unit, q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr,
-    slots_ptr, scale,
-    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
+    scale,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_row`, of a piece that has codes."""
+    """As `_by_row`, of a piece that has codes: the halves of a head's channels are apart."""
     head = unit % HK
     piece = pieces_ptr + unit // HK * 4
     b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
     at = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
+    c = tl.arange(0, BLOCK_C)
     j = tl.arange(0, BLOCK_N)
-    inside = (at < G)[:, None] & (d < D)[None, :]
-    q_at = q_ptr + ((head * G + at) * D)[:, None] + d[None, :]
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    C: tl.constexpr = D // 2
+    inside = (at < G)[:, None] & (c < C)[None, :]
+    q_at = q_ptr + ((head * G + at) * D)[:, None] + c[None, :]
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for b in tl.range(b0, b1, num_stages=STAGES):
         slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
         pair = tl.load(blocks_ptr + b * 4 + 2)
         there = slot >= 0
-        live = there[:, None] & (d < D)[None, :]
-        row = slot.to(tl.int64) * HK + head
-        code_at = row[:, None] * D + d[None, :]
-        k = tl.load(k_ptr + code_at, live, other=0)
-        v = tl.load(v_ptr + code_at, live, other=0)
-        k_scale = tl.load(ks_ptr + row, there, other=0.0).to(tl.float32)
-        v_scale = tl.load(vs_ptr + row, there, other=0.0).to(tl.float32)
-        q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * k_scale[None, :]
-        s = tl.where(there[None, :], s, HIDDEN)
-        acc, m, total = _weigh_codes(s, v.to(q.dtype), v_scale, acc, m, total, scale, PRECISION)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        row = (slot.to(tl.int64) * HK + head) * C
+        k = tl.load(k_ptr + row[None, :] + c[:, None], there[None, :] & (c < C)[:, None], 0)
+        v = tl.load(v_ptr + row[:, None] + c[None, :], there[:, None] & (c < C)[None, :], 0)
+        both = tl.load(scales_ptr + (slot // PAGE * HK + head) * PAGE + slot % PAGE, there, 0)
+        q0 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
+        q1 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D) + C, inside, other=0.0)
+        s = tl.dot(q0, _low(k, DTYPE), input_precision=PRECISION)
+        s = tl.dot(q1, _high(k, DTYPE), s, input_precision=PRECISION)
+        k_scale, v_scale = _scales(both)
+        s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        base = tl.where(m_new == HIDDEN, 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s * scale - base[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        p = (p * v_scale[None, :]).to(DTYPE)
+        acc0 = tl.dot(p, _low(v, DTYPE), acc0 * alpha[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p, _high(v, DTYPE), acc1 * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
-    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    part_at = part_ptr + part[:, None] * D + c[None, :]
+    tl.store(part_at, acc0 * share, inside)
+    tl.store(part_at + C, acc1 * share, inside)
     tl.store(lse_ptr + part, m + tl.log2(total), at < G)
 
 
 @triton.jit
 def _by_chunk(
-    unit, q_ptr, k_ptr, v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
-    words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
+    first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr, CODED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile and a KV head."""
     at = tl.arange(0, BLOCK_M)
@@ -271,26 +339,75 @@ def _by_chunk(
         page = tl.load(pages_ptr + slot // PAGE, there, other=0)
         slot = (page * PAGE + slot % PAGE).to(tl.int64)
         live = there[:, None] & (d < D)[None, :]
-        k_at = k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :]
-        v_at = v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :]
-        k = tl.load(k_at, live, other=0).to(q.dtype)
-        v = tl.load(v_at, live, other=0).to(q.dtype)
+        k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
+        v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if CODED:
-            s *= tl.load(ks_ptr + slot * HK + head, there, other=0.0).to(tl.float32)[None, :]
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
-            gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-            for w in tl.static_range(BLOCK_N // 32):
-                bits_at = words_ptr + mask + word0 + key0 // 32 + w
-                bits = tl.load(bits_at, mask >= 0, other=0)
-                gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
-            s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
-        if CODED:
-            v_scale = tl.load(vs_ptr + slot * HK + head, there, other=0.0).to(tl.float32)
-            acc, m, total = _weigh_codes(s, v, v_scale, acc, m, total, scale, PRECISION)
-        else:
-            acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+            word = word0 + key0 // 32
+            s = _hide(s, words_ptr, mask, word, j, BLOCK_M, BLOCK_N)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
+    part = (cell.to(tl.int64) * HK + head) * G + at % G
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), here)
+
+
+@triton.jit
+def _by_chunk_codes(
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+    words_ptr, first_cell, scale,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_chunk`, of codes."""
+    at = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    x = tl.arange(0, 2 * BLOCK_C)
+    j = tl.arange(0, BLOCK_N)
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
+    slot0, num = tl.load(tile), tl.load(tile + 1)
+    word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
+    members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    C: tl.constexpr = D // 2
+    d = x // BLOCK_C * C + x % BLOCK_C  # both halves are filled up
+    here = at // G < members
+    inside = here[:, None] & (x % BLOCK_C < C)[None, :]
+    pair = pair0 + at // G
+    q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
+    mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
+    for key0 in tl.range(0, num, BLOCK_N, num_stages=STAGES):
+        there = key0 + j < num
+        slot = slot0 + key0 + j
+        page = tl.load(pages_ptr + slot // PAGE, there, other=0)
+        row = ((page * PAGE + slot % PAGE).to(tl.int64) * HK + head) * C
+        live = there[:, None] & (c < C)[None, :]
+        k = tl.load(k_ptr + row[:, None] + c[None, :], live, 0)
+        v = tl.load(v_ptr + row[:, None] + c[None, :], live, 0)
+        both = tl.load(scales_ptr + (page * HK + head) * PAGE + slot % PAGE, there, 0)
+        keys = tl.trans(_all(k, DTYPE, BLOCK_N, BLOCK_C))
+        s = tl.dot(q, keys, input_precision=PRECISION)
+        k_scale, v_scale = _scales(both)
+        s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
+        if masked > 0:
+            s = _hide(s, words_ptr, mask, word0 + key0 // 32, j, BLOCK_M, BLOCK_N)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        base = tl.where(m_new == HIDDEN, 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s * scale - base[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        p = (p * v_scale[None, :]).to(DTYPE)
+        values = _all(v, DTYPE, BLOCK_N, BLOCK_C)
+        acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
@@ -300,38 +417,22 @@ def _by_chunk(
 
 @triton.jit
 def attend_cells(
-    q_ptr, k_ptr, v_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, pieces_ptr,
-    blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
-    num_walkers, scale,
-    k_row, k_head, v_row, v_head, chunk_k_row, chunk_k_head, chunk_v_row, chunk_v_head,
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
+    counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
+    k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr, CODED: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first `num_walkers` programs walk over tiles, however many there are, one beside each
     other program of a multiprocessor; every other program answers for a piece."""
     if tl.program_id(0) < num_walkers:
         for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                unit, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr, tiles_ptr,
-                pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
-                chunk_k_row, chunk_k_head, chunk_v_row, chunk_v_head,
-                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION, CODED,
-            )  # fmt: skip
-    elif CODED:
-        mine = tl.program_id(0) - num_walkers
-        if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
-            _by_row_codes(
-                mine, q_ptr, chunk_k_ptr, chunk_v_ptr, ks_ptr, vs_ptr, part_ptr, lse_ptr,
-                pieces_ptr, blocks_ptr, slots_ptr, scale,
-                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
-            )  # fmt: skip
-        else:
-            _by_row(
-                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
-                blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
-                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+                words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
             )  # fmt: skip
     else:
         _by_row(
@@ -339,6 +440,40 @@ def attend_cells(
             blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
             G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
         )  # fmt: skip
+
+
+@triton.jit
+def attend_code_cells(
+    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr,
+    blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
+    num_walkers, scale, k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr, ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `attend_cells`, where chunks lie in 8 bits."""
+    if tl.program_id(0) < num_walkers:
+        for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
+            _by_chunk_codes(
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
+                tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
+                G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+    else:
+        mine = tl.program_id(0) - num_walkers
+        if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
+            _by_row_codes(
+                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
+                pieces_ptr, blocks_ptr, slots_ptr, scale,
+                G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+        else:
+            _by_row(
+                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+                blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -373,7 +508,9 @@ def merge_cells(
     tl.store(out_at + d, acc.to(out_ptr.dtype.element_ty), d < D)
 
 
-def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
+def by_chunk_launch(
+    dtype: torch.dtype, head_dim: int, group: int, *, coded: bool = False
+) -> Launch:
     """The tile that reads a chunk for several rows."""
     wide, least = padded(head_dim), triton.next_power_of_2(group)
     if dtype == torch.float32:
@@ -401,7 +538,7 @@ class SegmentTables:
         self.num_rows, self.room, self.shape = num_rows, room, shape
         group = shape.num_heads // shape.num_kv_heads
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
-        self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
+        self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group, coded=shape.coded)
         self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
         self.tiling = ChunkTiling(
             shape.chunk_page, self.by_row.block_n, self.by_chunk.block_n,
@@ -575,18 +712,26 @@ def attend_tables(
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
-    held = (key_pages, value_pages, lse, lse) if coded is None else coded[:4]
-    attend_cells[(tables.at_once + tables.num_pieces * kv_heads,)](
-        turned, key_pages, value_pages, *held[:4], part, lse, on["pieces"], on["blocks"],
-        step.slots, on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
-        tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
+    where = (
+        part, lse, on["pieces"], on["blocks"], step.slots, on["tiles"], on["counts"], on["pairs"],
+        on["pages"], on["words"], tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
         *_row_strides(key_pages), *_row_strides(value_pages),
-        *_row_strides(held[0]), *_row_strides(held[1]),
-        G=heads // kv_heads, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
-        ROW_M=row.block_m, ROW_N=row.block_n, ROW_STAGES=row.stages,
-        TILE_M=tile.block_m, TILE_N=tile.block_n, TILE_STAGES=tile.stages,
-        PAGE=shape.chunk_page, PRECISION=precision(q), CODED=shape.coded, num_warps=tile.warps,
     )  # fmt: skip
+    sizes = {
+        "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
+        "ROW_M": row.block_m, "ROW_N": row.block_n, "ROW_STAGES": row.stages,
+        "TILE_M": tile.block_m, "TILE_N": tile.block_n, "TILE_STAGES": tile.stages,
+        "PAGE": shape.chunk_page, "PRECISION": precision(q), "num_warps": tile.warps,
+    }  # fmt: skip
+    grid = (tables.at_once + tables.num_pieces * kv_heads,)
+    if coded is None:
+        attend_cells[grid](turned, key_pages, value_pages, *where, **sizes)
+    else:
+        attend_code_cells[grid](
+            turned, key_pages, value_pages, coded.keys, coded.values,
+            coded.scales.view(torch.int32), *where,
+            BLOCK_C=max(16, padded(head_dim) // 2), CODE_STAGES=CODE_STAGES, **sizes,
+        )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
     merge_cells[(num, heads)](
         out, part, lse, on["row_pieces"], on["row_cells"], tables.num_pieces, *out.stride()[:2],
