@@ -167,3 +167,13 @@ def test_masks_are_packed_by_token(num: int) -> None:
 def test_a_mask_of_another_length_is_a_bug_that_shows() -> None:
     with pytest.raises(AssertionError, match="3 mask bits for 4 rows"):
         ChunkArrays((SharedChunk([0], 4, 0, torch.zeros(3, dtype=torch.bool)),), 64)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "at_once", "walkers"), [(9, 264, 72), (54, 264, 216), (0, 8, 1)]
+)
+def test_walkers_have_as_many_tiles_each(chunks: int, at_once: int, walkers: int) -> None:
+    held = tuple(SharedChunk([i], PAGE, 16 * i) for i in range(chunks))
+    tiling = ChunkTiling(PAGE, 128, 64, 16, 8, at_once)
+    arrays = ChunkArrays(held, 128) if held else None
+    assert Sharing([arrays, arrays], tiling).num_walkers == walkers

@@ -224,6 +224,14 @@ class Sharing:
         ]
         self.tiles = np.stack(columns, 1).astype(np.int32)
 
+    @property
+    def num_walkers(self) -> int:
+        """Programs that walk over tiles, so that each has as many to do: the others have time for
+        what is answered by row."""
+        units = len(self.tiles) * self.tiling.kv_heads
+        rounds = max(1, -(-units // self.tiling.at_once))
+        return max(1, -(-units // rounds))
+
     def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
         """Blocks of a step in which row r sees the first own_keys[r] own keys."""
         return int((-(-own_keys // self.tiling.row_keys)).sum()) + len(self._alone)

@@ -43,7 +43,7 @@ ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PART_S = 16  # cells that are merged at a time
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
 TURN_HEADS = 32  # that one program turns
-CODE_STAGES = 4  # of reading codes by row: half the bytes of a block, so twice as many under way
+CODE_STAGES = 6  # of reading codes by row: half the bytes of a block, so twice as many under way
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -448,13 +448,17 @@ def attend_code_cells(
     blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
     num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr, ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
+    BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr,
+    ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
     PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_cells`, where chunks lie in 8 bits."""
+    """As `attend_cells`, where chunks lie in 8 bits. There are as many walkers as may run at the
+    same time, and as many of these walk as have the same number of tiles."""
     if tl.program_id(0) < num_walkers:
-        for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
+        num_units, walking = tl.load(counts_ptr + 1) * HK, tl.load(counts_ptr + 2)
+        first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
+        for unit in range(first, num_units, walking):
             _by_chunk_codes(
                 unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
                 tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
@@ -513,11 +517,12 @@ def by_chunk_launch(
 ) -> Launch:
     """The tile that reads a chunk for several rows."""
     wide, least = padded(head_dim), triton.next_power_of_2(group)
+    walkers = 2 if coded else 1
     if dtype == torch.float32:
-        return Launch(max(32, least), 32, 4, 1, 1)
+        return Launch(max(32, least), 32, 4, 1, walkers)
     if wide <= 128:
-        return Launch(max(64, least), 64, 4, 3, 1)
-    return Launch(max(64, least), 32, 4, 2, 1)
+        return Launch(max(64, least), 64, 4, 3, walkers)
+    return Launch(max(64, least), 32, 4, 2, walkers)
 
 
 class SegmentTables:
@@ -594,7 +599,7 @@ class SegmentTables:
         pairs = np.full((self.room.pairs, 4), -1, dtype=np.int32)  # the rest are none
         pairs[: len(sharing.pairs), :3] = sharing.pairs
         pairs[: len(sharing.pairs), 3] = sharing.pair_cells
-        counts = np.array([len(sharing.pairs), len(sharing.tiles), 0, 0])
+        counts = np.array([len(sharing.pairs), len(sharing.tiles), sharing.num_walkers, 0])
         self._send("counts", [counts])
         self._send("pairs", [pairs])
         self._send("tiles", [sharing.tiles])
