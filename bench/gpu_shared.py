@@ -53,9 +53,9 @@ def main() -> None:
         "config": world.config(),
     }  # fmt: skip
     parts = {
-        "ttft": measure_ttft,
         "capacity": measure_capacity,
         "decode": measure_decode,
+        "ttft": measure_ttft,
         "throughput": measure_throughput,
     }
     for name, measure in parts.items():

@@ -44,6 +44,7 @@ PART_S = 16  # cells that are merged at a time
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
 TURN_HEADS = 32  # that one program turns
 CODE_STAGES = 6  # of reading codes by row: half the bytes of a block, so twice as many under way
+CODE_WALKERS = 1.5  # times as many programs walk over tiles of codes, at most
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -176,16 +177,6 @@ def _scales(both):
     of_keys = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True)
     of_values = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return of_keys.to(tl.float32), of_values.to(tl.float32)
-
-
-@triton.jit
-def _hide(s, words_ptr, mask, word0, j, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scores s [M, N] without the keys that each row has replaced, by its bits from word0 on."""
-    gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
-    for w in tl.static_range(BLOCK_N // 32):
-        bits = tl.load(words_ptr + mask + word0 + w, mask >= 0, other=0)
-        gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
-    return tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
 
 
 @triton.jit
@@ -344,8 +335,12 @@ def _by_chunk(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
-            word = word0 + key0 // 32
-            s = _hide(s, words_ptr, mask, word, j, BLOCK_M, BLOCK_N)
+            gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+            for w in tl.static_range(BLOCK_N // 32):
+                bits_at = words_ptr + mask + word0 + key0 // 32 + w
+                bits = tl.load(bits_at, mask >= 0, other=0)
+                gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
+            s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
         acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
@@ -362,7 +357,7 @@ def _by_chunk_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_chunk`, of codes."""
+    """As `_by_chunk`, of codes; a block has 64 keys at most."""
     at = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     x = tl.arange(0, 2 * BLOCK_C)
@@ -371,7 +366,7 @@ def _by_chunk_codes(
     tile = tiles_ptr + unit // HK * 8
     slot0, num = tl.load(tile), tl.load(tile + 1)
     word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
-    members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    members, cut = tl.load(tile + 4), tl.load(tile + 5)
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     C: tl.constexpr = D // 2
     d = x // BLOCK_C * C + x % BLOCK_C  # both halves are filled up
@@ -393,12 +388,15 @@ def _by_chunk_codes(
         k = tl.load(k_ptr + row[:, None] + c[None, :], live, 0)
         v = tl.load(v_ptr + row[:, None] + c[None, :], live, 0)
         both = tl.load(scales_ptr + (page * HK + head) * PAGE + slot % PAGE, there, 0)
+        # here, and for all tiles: so they are under way as early as the keys are
+        word = words_ptr + mask + word0 + key0 // 32
+        bits0 = tl.load(word, mask >= 0, other=0)
+        bits1 = tl.load(word + (BLOCK_N // 32 - 1), mask >= 0, other=0)
         keys = tl.trans(_all(k, DTYPE, BLOCK_N, BLOCK_C))
         s = tl.dot(q, keys, input_precision=PRECISION)
         k_scale, v_scale = _scales(both)
-        s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
-        if masked > 0:
-            s = _hide(s, words_ptr, mask, word0 + key0 // 32, j, BLOCK_M, BLOCK_N)
+        gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
+        s = tl.where(there[None, :] & ((gone & 1) == 0), s * k_scale[None, :], HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
         alpha = tl.exp2(m - base)
@@ -512,17 +510,14 @@ def merge_cells(
     tl.store(out_at + d, acc.to(out_ptr.dtype.element_ty), d < D)
 
 
-def by_chunk_launch(
-    dtype: torch.dtype, head_dim: int, group: int, *, coded: bool = False
-) -> Launch:
+def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """The tile that reads a chunk for several rows."""
     wide, least = padded(head_dim), triton.next_power_of_2(group)
-    walkers = 2 if coded else 1
     if dtype == torch.float32:
-        return Launch(max(32, least), 32, 4, 1, walkers)
+        return Launch(max(32, least), 32, 4, 1, 1)
     if wide <= 128:
-        return Launch(max(64, least), 64, 4, 3, walkers)
-    return Launch(max(64, least), 32, 4, 2, walkers)
+        return Launch(max(64, least), 64, 4, 3, 1)
+    return Launch(max(64, least), 32, 4, 2, 1)
 
 
 class SegmentTables:
@@ -543,8 +538,9 @@ class SegmentTables:
         self.num_rows, self.room, self.shape = num_rows, room, shape
         group = shape.num_heads // shape.num_kv_heads
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
-        self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group, coded=shape.coded)
-        self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
+        self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
+        walkers = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
+        self.at_once = int(CODE_WALKERS * walkers) if shape.coded else walkers
         self.tiling = ChunkTiling(
             shape.chunk_page, self.by_row.block_n, self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once, shape.coded,
