@@ -44,7 +44,6 @@ PART_S = 16  # cells that are merged at a time
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
 TURN_HEADS = 32  # that one program turns
 CODE_STAGES = 6  # of reading codes by row: half the bytes of a block, so twice as many under way
-CODE_WALKERS = 1.5  # times as many programs walk over tiles of codes, at most
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -539,8 +538,7 @@ class SegmentTables:
         group = shape.num_heads // shape.num_kv_heads
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
-        walkers = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
-        self.at_once = int(CODE_WALKERS * walkers) if shape.coded else walkers
+        self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
         self.tiling = ChunkTiling(
             shape.chunk_page, self.by_row.block_n, self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once, shape.coded,
