@@ -89,7 +89,7 @@ def attend_segments_reference(
     return torch.cat(parts) if parts else torch.empty_like(q)
 
 
-class _Piece(NamedTuple):
+class _SeenPiece(NamedTuple):
     """What was looked at."""
 
     scores: Tensor  # [Hk, G * R, N]
@@ -109,7 +109,7 @@ class _Seen:
         """Chunks lie among keys and values [slots, Hk, D], or in `coded` pages."""
         self._q, self._keys, self._values, self._coded = q, keys, values, coded
         self._kv_heads = keys.shape[1]
-        self._pieces: list[_Piece] = []
+        self._pieces: list[_SeenPiece] = []
 
     def look_at_own(self, own: PagedSegment, ranks: Tensor, page: int) -> None:
         lined = self._lined(self._q)
@@ -184,4 +184,4 @@ class _Seen:
         if hidden is not None:
             group = lined.shape[1] // len(self._q)
             scores.masked_fill_(hidden.to(scores.device).repeat(group, 1), float("-inf"))
-        self._pieces.append(_Piece(scores, values.transpose(0, 1), scales))
+        self._pieces.append(_SeenPiece(scores, values.transpose(0, 1), scales))
