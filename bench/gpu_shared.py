@@ -1,7 +1,8 @@
 """What does one copy of every chunk on the device bring: room, decode, time to first token, load?
 
 Random weights of a real shape; 1,000 chunks of which requests of 8K tokens take some, popular ones
-more often (Zipf). Chunk KV lies in host memory and, once used, in pages that all requests share.
+more often (Zipf). Chunk KV lies in host memory and, once used, in pages that all requests share, as
+it is or in 8 bits (`--pages int8`).
 
     capacity     requests that one pool holds at once: a copy each, and shared
     decode       a step over shared chunks (bench/gpu/shared_decode.py)
@@ -52,9 +53,9 @@ def main() -> None:
         "config": world.config(),
     }  # fmt: skip
     parts = {
-        "ttft": measure_ttft,
         "capacity": measure_capacity,
         "decode": measure_decode,
+        "ttft": measure_ttft,
         "throughput": measure_throughput,
     }
     for name, measure in parts.items():
@@ -81,6 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=32, help="chunks in every prompt")
     parser.add_argument("--zipf", type=float, default=1.0, help="how much popular chunks lead")
     parser.add_argument("--codec", default="int8", help="of chunk KV in host memory")
+    parser.add_argument("--pages", choices=("raw", "int8"), default="raw", help="of shared chunks")
     parser.add_argument("--pool-gib", type=float, default=60.0)
     parser.add_argument("--sizes", default="8k=32,32k=128", help="of ttft: name=chunks")
     parser.add_argument("--repeats", type=int, default=5)
@@ -327,7 +329,7 @@ class Prober:
 def measure_decode(world: SharedWorld) -> dict[str, Any]:
     from gpu.shared_decode import measure
 
-    found: dict[str, Any] = measure(world.decoder)
+    found: dict[str, Any] = measure(world.decoder, coded=world.args.pages == "int8")
     return found
 
 

@@ -3,7 +3,8 @@
 Real weights; the demo's passages and questions. The exact answer of each question is forced, and
 what the model thinks of its tokens is compared with full prefill, in nats per token: over a copy of
 the chunks, which drift has moved for good; over shared ones, which it moves for the prompt alone;
-and without any drift. The first token is apart: it is computed with the prompt.
+and without any drift; and over shared ones in 8 bits. The first token is apart: it is computed with
+the prompt.
 
     python bench/shared_drift.py --model smollm2 --out bench/results/shared_drift-cpu.json
     python bench/shared_drift.py --device cuda --model FOLDER --strategy weave-through --ratio 0.5
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from common.results import finish, result_header
 from kvweave.demo import PASSAGES, DemoQuestion, read_questions
-from kvweave.engine.config import EngineConfig
+from kvweave.engine.config import EngineConfig, SharedCodec
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
@@ -45,9 +46,15 @@ class Way(NamedTuple):
     name: str
     shares: bool
     drifts: bool
+    codec: SharedCodec = "raw"
 
 
-WAYS = (Way("copied", False, True), Way("shared", True, True), Way("no drift", False, False))
+WAYS = (
+    Way("copied", False, True),
+    Way("shared", True, True),
+    Way("shared, int8", True, True, "int8"),
+    Way("no drift", False, False),
+)
 
 
 def main() -> None:
@@ -63,7 +70,8 @@ def main() -> None:
             thought[number] = thoughts(engine, prompts[number])
     for way in WAYS:
         strategy = world.strategy(args.strategy, drifts=way.drifts)
-        with Engine(world.decoder, EngineConfig(share_chunks=way.shares)) as engine:
+        cfg = EngineConfig(share_chunks=way.shares, shared_codec=way.codec)
+        with Engine(world.decoder, cfg) as engine:
             found = [
                 apart(thought[n], thoughts(engine, world.fused(prompt, strategy, args.ratio)))
                 for n, prompt in enumerate(prompts)

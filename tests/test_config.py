@@ -380,6 +380,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.app.question import NothingMode, SpeculationMode
     from kvweave.corpus.search import RETRIEVALS
+    from kvweave.engine.config import SharedCodec
     from kvweave.gateway.config import Routing
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format, Level
@@ -389,6 +390,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "library.background_kv": ("auto", "always", "never"),
         "library.retrieval": RETRIEVALS,
         "library.nothing_found": get_args(NothingMode),
+        "engine.shared_codec": get_args(SharedCodec),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),
@@ -417,6 +419,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "engine.max_running": f"{engine.max_running}",
         "engine.tree_share": f"{engine.tree_share:g}",
         "engine.share_chunks": str(engine.share_chunks).lower(),
+        "engine.shared_codec": engine.shared_codec,
         "engine.recorded_rows": f"{engine.recorded_rows}",
         "sampling.stop_loops": str(drawn.stop_loops).lower(),
         "sampling.max_tokens": f"{drawn.max_tokens}",

@@ -5,6 +5,7 @@ chunks is held by all, the rest by one sequence each; at ratio 0.15 that share o
 chunk rows is its own. Everything random. `kernels`: attention of one layer from a CUDA graph of
 several layers, turning of queries included, beside what reading each key and value once would take
 at the bandwidth of a large copy. `steps`: whole recorded steps of the decoder, tables included.
+Chunks lie as own rows do, or in 8 bits (`--pages int8`); copies are never in 8 bits.
 
     python bench/gpu/shared_decode.py --out bench/results/gpu_shared-h200.json
 """
@@ -29,7 +30,8 @@ from common.results import finish, result_header, versions
 from common.shapes import SHAPES, random_decoder
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
-from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
+from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
+from kvweave.model.chunk_codes import SCALE
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode
@@ -68,13 +70,16 @@ class Prompts:
     own_positions: list[list[int]]
     chunks: list[tuple[SharedChunk, ...]]
     num_pages: int
-    read_tokens: int  # whose keys and values a step must read
+    own_tokens: int  # own rows that a step must read
+    chunk_tokens: int  # and rows of chunks, each once
 
 
-def draw(num_chunks: int, chunk_tokens: int, shared: float, ratio: float, page: int) -> Prompts:
+def draw(
+    num_chunks: int, chunk_tokens: int, shared: float, ratio: float, page: int, *, coded: bool
+) -> Prompts:
     """`shared` of the chunks are held by all sequences, `ratio` of their rows are replaced."""
     rng, drawn = random.Random(1), torch.Generator().manual_seed(1)
-    common, each = round(shared * num_chunks), -(-chunk_tokens // page)
+    common, each = round(shared * num_chunks), -(-chunk_tokens // (page * (2 if coded else 1)))
     edge = CONTEXT - num_chunks * chunk_tokens
     bank = common + SEQUENCES * (num_chunks - common)
     taken = bank * each
@@ -108,7 +113,8 @@ def draw(num_chunks: int, chunk_tokens: int, shared: float, ratio: float, page: 
         own_positions,
         [tuple(c._replace(pages=named[c.pages[0]]) for c in each) for each in chunks],
         taken,
-        read + sum(own_keys),
+        sum(own_keys),
+        read,
     )
 
 
@@ -118,19 +124,33 @@ def draw(num_chunks: int, chunk_tokens: int, shared: float, ratio: float, page: 
 class Layers:
     """Random keys, values and queries of a few layers, and a way to turn them."""
 
-    def __init__(self, heads: Heads, page: int, num_pages: int) -> None:
+    def __init__(self, heads: Heads, page: int, num_pages: int, *, coded: bool = False) -> None:
         self.heads, self.page, self.device = heads, page, torch.device("cuda")
         self.dtype = torch.bfloat16
         shape = (LAYERS, num_pages, page, heads.kv, heads.dim)
         self.keys, self.values = (
             torch.empty(shape, dtype=self.dtype, device=self.device).normal_() for _ in range(2)
         )
+        self.coded: list[CodedPages | None] = [
+            self._codes(num_pages) if coded else None for _ in range(LAYERS)
+        ]
         queries = (LAYERS, SEQUENCES, heads.num, heads.dim)
         self.q = torch.empty(queries, dtype=self.dtype, device=self.device).normal_()
         half = heads.dim // 2
         self._inv_freq = 500_000.0 ** -(torch.arange(half, device=self.device) / half)
         last = torch.full((SEQUENCES,), CONTEXT - 1, device=self.device)
         self.at = make_angles(last, self._inv_freq, 1.0, self.dtype)
+
+    def _codes(self, num_pages: int) -> CodedPages:
+        """Beside the pages, not in them: what random bits would be as codes is nothing to time."""
+        heads, on = self.heads, self.device
+        shape = (num_pages, 2 * self.page, heads.kv, heads.dim)
+        keys, values = (
+            torch.randint(-127, 128, shape, dtype=torch.int8, device=on).view(torch.int16)
+            for _ in range(2)
+        )
+        scales = (num_pages, heads.kv, 2 * self.page, 2)
+        return CodedPages(keys, values, torch.full(scales, 0.02, dtype=SCALE, device=on), None)
 
     def turn(self, positions: Tensor) -> Angles:
         return make_angles(positions, self._inv_freq, 1.0, torch.float32)
@@ -157,7 +177,7 @@ def copied_us(heads: Heads, page: int) -> float:
     )
 
 
-def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
+def shared_row(heads: Heads, page: int, prompts: Prompts, *, coded: bool) -> dict[str, Any]:
     """One copy of every chunk: microseconds of a layer, and how far off the definition it is."""
     from kvweave.kernels.gpu.segments import (
         SegmentShape,
@@ -167,8 +187,8 @@ def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
         room_for_rows,
     )
 
-    layers = Layers(heads, page, prompts.num_pages)
-    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype)
+    layers = Layers(heads, page, prompts.num_pages, coded=coded)
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype, coded)
     room = room_for_rows(SEQUENCES, 4 * CONTEXT, 64 * SEQUENCES, prompts.num_pages, shape)
     tables = SegmentTables(SEQUENCES, room, shape, layers.device)
     assert tables.hold(prompts.chunks), "tables have room for these"
@@ -176,7 +196,8 @@ def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
     step = begin_step(tables, layers.turn)
 
     def attend(i: int) -> Tensor:
-        return attend_tables(layers.q[i], tables, step, layers.keys[i], layers.values[i], layers.at)
+        pages = layers.keys[i], layers.values[i]
+        return attend_tables(layers.q[i], tables, step, *pages, layers.at, layers.coded[i])
 
     took_us = layer_us(attend)
     rows = [
@@ -186,7 +207,7 @@ def shared_row(heads: Heads, page: int, prompts: Prompts) -> dict[str, Any]:
     wanted = attend_segments_reference(
         rotate(layers.q[0], layers.at).float(), torch.full((SEQUENCES,), CONTEXT - 1),
         torch.tensor(prompts.own_keys) - 1, rows, layers.keys[0].float(), layers.values[0].float(),
-        layers.turn,
+        layers.turn, layers.coded[0],
     )  # fmt: skip
     off = float((attend(0).float() - wanted).norm() / wanted.norm())
     assert off < 0.01, f"shared chunks are off by {off:.3f}"
@@ -227,15 +248,20 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / statistics.median(took[2:])
 
 
-def measure_kernels(name: str, heads: Heads, page: int, bandwidth: float) -> list[dict[str, Any]]:
+def measure_kernels(
+    name: str, heads: Heads, page: int, bandwidth: float, *, coded: bool
+) -> list[dict[str, Any]]:
     copied, rows = copied_us(heads, page), []
     torch.cuda.empty_cache()
     for num_chunks, chunk_tokens in CUTS:
         for shared in SHARED:
             for ratio in RATIOS:
-                prompts = draw(num_chunks, chunk_tokens, shared, ratio, page)
-                found = shared_row(heads, page, prompts)
-                read = prompts.read_tokens * heads.kv * heads.dim * 4
+                prompts = draw(num_chunks, chunk_tokens, shared, ratio, page, coded=coded)
+                found = shared_row(heads, page, prompts, coded=coded)
+                raw_bytes = 4 * heads.dim  # of keys and values of a token and head
+                chunk_bytes = 2 * (heads.dim + SCALE.itemsize) if coded else raw_bytes
+                read = prompts.own_tokens * raw_bytes + prompts.chunk_tokens * chunk_bytes
+                read *= heads.kv
                 rows.append(
                     {
                         "shape": name, "heads": list(heads), "page": page,
@@ -255,15 +281,17 @@ def measure_kernels(name: str, heads: Heads, page: int, bandwidth: float) -> lis
 
 
 @torch.inference_mode()
-def measure_steps(decoder: Decoder, page: int) -> list[dict[str, Any]]:
+def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str, Any]]:
     """Recorded steps: every sequence with a copy of its own, and with shared chunks."""
-    cases = [(s, r, draw(*CUTS[0], s, r, page)) for s in SHARED for r in RATIOS]
+    cases = [(s, r, draw(*CUTS[0], s, r, page, coded=coded)) for s in SHARED for r in RATIOS]
     each = -(-(CONTEXT + SETTLING + STEPS) // page)
     num_pages = max(SEQUENCES * each, *(prompts.num_pages for *_, prompts in cases))
-    pool = KVPool(decoder.spec, num_pages, page, decoder.dtype, decoder.device)
+    pool = KVPool(decoder.spec, num_pages, page, decoder.dtype, decoder.device, codes_chunks=coded)
     for layer in range(decoder.spec.num_layers):
         pool.keys[layer].normal_()
         pool.values[layer].normal_()
+        if (codes := pool.codes(layer)) is not None:
+            codes.scales.fill_(0.02)
     recorded = RecordedDecode(decoder, pool, SEQUENCES)
     own = [list(range(i * each, (i + 1) * each)) for i in range(SEQUENCES)]
     copied_ms = step_ms(recorded, decoder, [PagedKV(pool, pages) for pages in own])
@@ -306,12 +334,12 @@ def step_ms(
     return statistics.median(took[SETTLING - 2 :])
 
 
-def measure(decoder: Decoder, *, others: bool = False) -> dict[str, Any]:
+def measure(decoder: Decoder, *, others: bool = False, coded: bool = False) -> dict[str, Any]:
     """The decode part of bench/gpu_shared.py."""
     spec, bandwidth = decoder.spec, copy_bandwidth()
     heads = Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    kernels = measure_kernels("the decoder's", heads, 64, bandwidth)
-    steps = measure_steps(decoder, 64)
+    kernels = measure_kernels("the decoder's", heads, 64, bandwidth, coded=coded)
+    steps = measure_steps(decoder, 64, coded=coded)
     torch.cuda.empty_cache()
 
     def least(rows: Sequence[dict[str, Any]], shared: float, ratios: Sequence[float]) -> float:
@@ -333,7 +361,7 @@ def measure(decoder: Decoder, *, others: bool = False) -> dict[str, Any]:
             row
             for name, shapes in OTHERS.items()
             for each in shapes
-            for row in measure_kernels(name, *each, bandwidth)
+            for row in measure_kernels(name, *each, bandwidth, coded=coded)
         ]
     return found
 
@@ -342,6 +370,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--pages", choices=("raw", "int8"), default="raw", help="of shared chunks")
     parser.add_argument("--others", action="store_true", help="other shapes and page sizes too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -352,8 +381,8 @@ def main() -> None:
     result = {
         **result_header("gpu_shared", args.device), "versions": versions(*STACK),
         "config": {"parts": "decode", "shape": args.shape, "sequences": SEQUENCES,
-                   "context": CONTEXT, "dtype": "torch.bfloat16"},
-        **measure(decoder, others=args.others),
+                   "context": CONTEXT, "dtype": "torch.bfloat16", "pages": args.pages},
+        **measure(decoder, others=args.others, coded=args.pages == "int8"),
     }  # fmt: skip
     finish(gpu_shared.__doc__, result, args.out)
 

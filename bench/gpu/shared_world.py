@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from common.shapes import SHAPES, random_decoder
-from kvweave.engine.config import EngineConfig
+from kvweave.engine.config import EngineConfig, SharedCodec
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
@@ -24,6 +24,7 @@ from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.model.chunk_codes import scale_bytes
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 256, 32, 64
@@ -56,10 +57,12 @@ class SharedWorld:
         return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * size
 
     def engine_config(self, *, shares: bool) -> EngineConfig:
-        tokens = int(self.args.pool_gib * GIB) // self.token_bytes
+        codec: SharedCodec = "int8" if shares and self.args.pages == "int8" else "raw"
+        scales = scale_bytes(self.spec, self.decoder.dtype) if codec == "int8" else 0
+        tokens = int(self.args.pool_gib * GIB) // (self.token_bytes + scales)
         return EngineConfig(
-            pool_tokens=tokens, share_chunks=shares, max_running=64, host_tokens=0,
-            tree_share=0.02,
+            pool_tokens=tokens, share_chunks=shares, shared_codec=codec, max_running=64,
+            host_tokens=0, tree_share=0.02,
         )  # fmt: skip
 
     def config(self) -> dict[str, Any]:
@@ -68,7 +71,8 @@ class SharedWorld:
             "shape": args.shape, "weights": "random", "dtype": str(self.decoder.dtype),
             "chunks": args.chunks, "chunk_tokens": args.chunk_tokens, "k": args.k,
             "prompt_tokens": PREAMBLE + args.k * args.chunk_tokens + QUESTION, "zipf": args.zipf,
-            "codec": args.codec, "pool_gib": args.pool_gib, "kv_bytes_per_token": self.token_bytes,
+            "codec": args.codec, "pages": args.pages, "pool_gib": args.pool_gib,
+            "kv_bytes_per_token": self.token_bytes,
             "strategy": "weave, rows not weighed by cost; drift in the prompt alone where shared",
         }  # fmt: skip
 

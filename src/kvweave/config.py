@@ -169,6 +169,7 @@ class EngineSettings(ConfigSection):
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
     share_chunks: bool | None = unset("false")  # chunk KV once in the pool for all requests
+    shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there
     recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none
 
 

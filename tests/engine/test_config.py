@@ -60,3 +60,11 @@ def test_settings_scheduling_and_pages_need_no_torch() -> None:
     imports = "".join(f"import kvweave.engine.{name}\n" for name in modules)
     script = f"import sys\nsys.modules['torch'] = None\n{imports}"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_codes_are_for_chunks_that_are_shared() -> None:
+    assert EngineConfig(share_chunks=True, shared_codec="int8").shared_codec == "int8"
+    with pytest.raises(ConfigError, match="set share_chunks"):
+        EngineConfig(shared_codec="int8")
+    with pytest.raises(ConfigError, match="one of raw, int8"):
+        EngineConfig(share_chunks=True, shared_codec="fp8")  # type: ignore[arg-type]

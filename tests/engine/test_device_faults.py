@@ -16,7 +16,7 @@ from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.prefixes import ExactPrefixes
-from kvweave.engine.unsound import is_unsound
+from kvweave.engine.unsound import is_unsound, is_unsound_chunk
 from kvweave.errors import ConfigError, NoDeviceMemory, NoNumbers
 from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.model.decoder import Decoder
@@ -165,6 +165,19 @@ def test_rows_that_nobody_wrote_may_be_anything(decoder: Decoder) -> None:
     assert is_unsound(pool, [3, 7], 7)
     pool.values[-1, 3, 0, 0, 0] = torch.inf
     assert is_unsound(pool, [3, 7], 6)
+
+
+def test_a_coded_chunk_is_told_by_its_scales(decoder: Decoder) -> None:
+    """Its codes, read as floats, are often what is no number, and sound."""
+    pool = KVPool(decoder.spec, 8, 4, torch.float32, torch.device("cpu"), codes_chunks=True)
+    pool.keys.view(torch.int32).fill_(-1)  # codes of -1: as floats, no numbers
+    tokens_of_page = pool.chunk_page_tokens
+    assert not is_unsound_chunk(pool, [3, 7], tokens_of_page + 2)
+    coded = pool.codes(1)
+    assert coded is not None
+    coded.scales[7, 0, 2, 1] = torch.nan
+    assert not is_unsound_chunk(pool, [3, 7], tokens_of_page + 2), "it ends before"
+    assert is_unsound_chunk(pool, [3, 7], tokens_of_page + 3)
 
 
 # ── a failure while a token is handed out ────────────────────────────────────

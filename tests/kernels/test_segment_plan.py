@@ -52,9 +52,11 @@ def seen_by_rows(
         seen[row][pair, slot] = seen[row].get((pair, slot), 0) + 1
 
     for row, (first, count) in enumerate(row_pieces.tolist()):
-        for b0, b1, cell, _ in pieces[first : first + count].tolist():
+        for b0, b1, cell, has_codes in pieces[first : first + count].tolist():
             assert first <= cell < first + count
             for slot, num, pair, bit in blocks[b0:b1].tolist():
+                if tiling.coded:  # a piece has own pages or chunks
+                    assert has_codes == (pair >= sharing.num_rows)
                 assert sharing.pairs[pair, 0] == row
                 assert 0 < num <= tiling.row_keys
                 if bit == NO_MASK:
@@ -86,10 +88,10 @@ def seen_by_rows(
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([1, 3, 16]),
-    st.sampled_from([1, 40, 300]),
+    st.sampled_from([1, 40, 300]), st.booleans(),
 )  # fmt: skip
 def test_every_row_sees_each_of_its_keys_once(
-    seed: int, num_rows: int, tile_rows: int, at_once: int
+    seed: int, num_rows: int, tile_rows: int, at_once: int, coded: bool
 ) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -100,10 +102,11 @@ def test_every_row_sees_each_of_its_keys_once(
         page += len(pages)
         bank.append(SharedChunk(pages, num, 0))
     held = [make_chunks(rng, bank) for _ in range(num_rows)]
-    tiling = ChunkTiling(PAGE, 64, 32, tile_rows, 2, at_once)
+    tiling = ChunkTiling(PAGE, 64, 32, tile_rows, 2, at_once, coded)
     sharing = Sharing([ChunkArrays(each, 64) if each else None for each in held], tiling)
     own_keys = np.array([rng.choice([0, 1, 64, rng.randint(0, 400)]) for _ in held])
-    seen = seen_by_rows(sharing, own_keys, num_rows + rng.randint(1, 40), 10_000)
+    num_pieces = tiling.lists * num_rows + rng.randint(1, 40)
+    seen = seen_by_rows(sharing, own_keys, num_pieces, 10_000)
     for row, (chunks, keys) in enumerate(zip(held, own_keys.tolist(), strict=True)):
         assert set(seen[row].values()) <= {1}
         wanted = keys
@@ -164,3 +167,13 @@ def test_masks_are_packed_by_token(num: int) -> None:
 def test_a_mask_of_another_length_is_a_bug_that_shows() -> None:
     with pytest.raises(AssertionError, match="3 mask bits for 4 rows"):
         ChunkArrays((SharedChunk([0], 4, 0, torch.zeros(3, dtype=torch.bool)),), 64)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "at_once", "walkers"), [(9, 264, 72), (54, 264, 216), (0, 8, 1)]
+)
+def test_walkers_have_as_many_tiles_each(chunks: int, at_once: int, walkers: int) -> None:
+    held = tuple(SharedChunk([i], PAGE, 16 * i) for i in range(chunks))
+    tiling = ChunkTiling(PAGE, 128, 64, 16, 8, at_once)
+    arrays = ChunkArrays(held, 128) if held else None
+    assert Sharing([arrays, arrays], tiling).num_walkers == walkers

@@ -86,3 +86,43 @@ def test_a_batch_without_rows_has_no_answer() -> None:
     q = torch.zeros(0, 8, 16, dtype=torch.float64)
     ours = attend_segments(q, empty, empty, [], world.key_pages, world.value_pages, world.turn)
     assert ours.shape == q.shape
+
+
+@pytest.mark.parametrize("lifted", [False, True])
+@pytest.mark.parametrize("fold", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_in_8_bits_give_what_their_decoded_keys_and_values_give(
+    seed: int, fold: int, lifted: bool
+) -> None:
+    """And that is near what whole ones give."""
+    rng = random.Random(seed)
+    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8))
+    coded = world.coded(fold, world.lift() if lifted else None)
+    wanted = [
+        sorted(rng.sample(p.own_positions, rng.randint(1, len(p.own_positions))))
+        for p in world.prompts
+    ]
+    at, ranks, rows = world.batch(wanted)
+    q = world.queries(at)
+    own = world.key_pages, world.value_pages
+    ours = attend_segments(q, at, ranks, rows, *own, world.turn, coded)
+    decoded = attend_segments(q, at, ranks, rows, *world.decoded(coded), world.turn)
+    torch.testing.assert_close(ours, decoded, atol=1e-6, rtol=1e-5)
+    dense = world.dense(q, at, rows)
+    assert (ours - dense).norm() / dense.norm() < 0.03
+
+
+def test_half_precision_over_codes_stays_close() -> None:
+    world = SegmentWorld(Heads(dim=64, rotary=64), 16, seed=3)
+    chunk = world.add_chunk(400)
+    world.add_prompt([chunk], front=2000, behind=3, ratio=0.1)
+    at, ranks, rows = world.batch(world.last_rows())
+    q = world.queries(at)
+    own = world.key_pages.bfloat16(), world.value_pages.bfloat16()
+    ours = attend_segments(
+        q.bfloat16(), at, ranks, rows, *own,
+        lambda p: Angles(*(x.float() for x in world.turn(p))), world.coded(2, world.lift()),
+    )  # fmt: skip
+    assert ours.dtype == torch.bfloat16
+    wanted = world.dense(q, at, rows)
+    assert (ours.double() - wanted).norm() / wanted.norm() < 4e-2

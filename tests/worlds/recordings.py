@@ -13,7 +13,7 @@ from torch import Tensor
 from kvweave.kernels.paged_attention import attend_paged_reference
 from kvweave.kernels.rope import Angles, Turn, rotate
 from kvweave.kernels.segments import attend_segments_reference
-from kvweave.kernels.types import PagedSegment, SegmentedRows, SharedChunk
+from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import StepResult
@@ -92,6 +92,7 @@ def attend_segments_plainly(
     key_pages: Tensor,
     value_pages: Tensor,
     at: Angles,
+    coded: CodedPages | None = None,
 ) -> Tensor:
     """As kernels/gpu/segments.attend_tables. A step has nothing but the decoder's turn."""
     num = len(tables.own_keys)
@@ -105,7 +106,7 @@ def attend_segments_plainly(
         ranks = torch.tensor(tables.own_keys) - 1
         turned = rotate(q, at)[:num]
         out[:num] = attend_segments_reference(
-            turned, behind, ranks, rows, key_pages, value_pages, turn
+            turned, behind, ranks, rows, key_pages, value_pages, turn, coded
         )
     return out
 

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.attention import attend_reference
+from kvweave.kernels.coded import decode_rows, encode_rows_reference
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.types import PagedSegment, Segment, SegmentedRows, SharedChunk
+from kvweave.kernels.types import (
+    CodedPages,
+    PagedSegment,
+    Segment,
+    SegmentedRows,
+    SharedChunk,
+)
 
 
 @dataclass
@@ -74,6 +81,35 @@ class SegmentWorld:
         turned = rotate(keys, self.turn(torch.arange(num_tokens)))
         self._bank.append((self._put(turned, values), keys, values))
         return len(self._bank) - 1
+
+    def lift(self) -> Tensor:
+        """[Hk, D] float32, alike for channels that turn together."""
+        half, dim = self.heads.rotary // 2, self.heads.dim
+        drawn = torch.rand(self.heads.kv, dim, generator=self._drawn) * 9 + 1
+        return torch.cat((drawn[:, :half], drawn[:, :half], drawn[:, 2 * half :]), dim=-1)
+
+    def coded(self, fold: int, lift: Tensor | None = None) -> CodedPages:
+        """The chunks in 8 bits, `fold` times as many tokens to a page: the first pages of each have
+        them all. What nobody wrote has scales that are no numbers."""
+        page, heads = fold * self.page, self.heads
+        codes = (self.num_pages, page, heads.kv, heads.dim // 2)
+        keys, values = (torch.full(codes, 9999, dtype=torch.int16) for _ in "kv")
+        scales = torch.full((self.num_pages, heads.kv, page, 2), torch.nan, dtype=torch.float16)
+        made = CodedPages(keys, values, scales, lift)
+        for pages, k, v in self._bank:
+            turned = rotate(k, self.turn(torch.arange(len(k))))
+            encode_rows_reference(turned, v, _slots(pages, len(k), fold * self.page), made)
+        return made
+
+    def decoded(self, coded: CodedPages) -> tuple[Tensor, Tensor]:
+        """Pages of this world with what `coded` says of the chunks."""
+        key_pages, value_pages = self.key_pages.clone(), self.value_pages.clone()
+        for pages, k, _ in self._bank:
+            there = _slots(pages, len(k), coded.keys.shape[1])
+            here = _slots(pages, len(k), self.page)
+            found = decode_rows(coded, there, torch.float64)
+            key_pages.flatten(0, 1)[here], value_pages.flatten(0, 1)[here] = found
+        return key_pages, value_pages
 
     def add_prompt(
         self, chunks: Sequence[int], front: int = 5, behind: int = 7, ratio: float = 0.2
@@ -145,6 +181,10 @@ class SegmentWorld:
             num = len(keys[part])
             self.key_pages[page, :num], self.value_pages[page, :num] = keys[part], values[part]
         return pages
+
+
+def _slots(pages: Sequence[int], count: int, size: int) -> Tensor:
+    return (torch.tensor(pages)[:, None] * size + torch.arange(size)).flatten()[:count]
 
 
 def random_world(seed: int, heads: Heads | None = None, page: int = 4) -> SegmentWorld:

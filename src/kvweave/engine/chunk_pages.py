@@ -49,7 +49,7 @@ class ResidentChunk:
     usage: UsageRecord = field(repr=False)
     ids: set[ChunkId] = field(default_factory=set)  # what requests call it
     is_filled: bool = False
-    is_rounded: bool = False  # it came from a codec that loses bits
+    is_rounded: bool = False  # it came from a codec that loses bits, or its pages do
     leases: int = 0
     is_found: bool = True  # False: deleted, or never to be found by others
     slots: NDArray[np.int64] | None = field(default=None, repr=False)  # of its tokens, when asked
@@ -73,7 +73,9 @@ class ChunkLease:
 
     @property
     def rounded(self) -> frozenset[ChunkKey]:
-        """Those whose KV is there, other than it was computed."""
+        """Those whose KV is there, or will be, other than it was computed."""
+        if self._owner.rounds:
+            return frozenset(self.chunks)
         return frozenset(key for key in self.filled if self.chunks[key].is_rounded)
 
     def drop(self, keys: Collection[ChunkKey]) -> None:
@@ -93,10 +95,14 @@ class ChunkPages:
         allocator: PageAllocator,
         page_tokens: int,
         now_s: Callable[[], float] = time.monotonic,
+        *,
+        rounds: bool = False,
     ) -> None:
+        """`page_tokens` of a chunk fit a page. `rounds`: not with all of their bits."""
         self._allocator = allocator
         self._page_tokens = page_tokens
         self._now_s = now_s
+        self.rounds = rounds
         self._policy = open_policy(POLICY)
         self._found: dict[Name, ResidentChunk] = {}
         self._hidden: list[ResidentChunk] = []  # found no more, and leased
@@ -104,6 +110,7 @@ class ChunkPages:
         self._usage: OrderedDict[Name, UsageRecord] = OrderedDict()  # of those that left
         self._counts = Counter(dict.fromkeys(("hits", "fills", "evictions", "forgotten"), 0))
         self.num_pages = 0
+        self.num_tokens = 0
 
     # ---- any thread
 
@@ -116,6 +123,7 @@ class ChunkPages:
         return {
             "chunks_resident": len(self._found),
             "chunk_pages": self.num_pages,
+            "chunk_tokens": self.num_tokens,
             **{f"chunk_{name}": number for name, number in self._counts.items()},
         }
 
@@ -147,6 +155,7 @@ class ChunkPages:
             chunk = ResidentChunk(name, each.num_tokens, tuple(pages), usage)
             self._found[name] = chunk
             self.num_pages += len(pages)
+            self.num_tokens += each.num_tokens
             self._take(chunk, lease, each.id)
 
     def filled(
@@ -163,7 +172,7 @@ class ChunkPages:
         num_tokens = sum(chunk.num_tokens for chunk in empty)
         for chunk in empty:
             chunk.is_filled = True
-            chunk.is_rounded = chunk.key in rounded
+            chunk.is_rounded = self.rounds or chunk.key in rounded
             chunk.usage.computed(cost_s * chunk.num_tokens / num_tokens, chunk.num_tokens)
             if any(map(is_gone, chunk.ids)):
                 self._hide(chunk)
@@ -233,6 +242,7 @@ class ChunkPages:
             assert len(chunk.pages) == self._pages_of(chunk.num_tokens), f"{chunk} has its pages"
         assert held.keys() <= set(self), "a lease on a chunk that is gone"
         assert self.num_pages == sum(len(chunk.pages) for chunk in self), "pages are counted"
+        assert self.num_tokens == sum(chunk.num_tokens for chunk in self), "and tokens"
 
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_tokens)
@@ -264,3 +274,4 @@ class ChunkPages:
     def _free(self, chunk: ResidentChunk) -> None:
         self._allocator.release(chunk.pages)
         self.num_pages -= len(chunk.pages)
+        self.num_tokens -= chunk.num_tokens

@@ -41,7 +41,7 @@ class ChunkRoom:
     def chunk_slots(self, key: ChunkKey) -> Slots:
         chunk = self._lease.chunks[key]
         if chunk.slots is None:
-            chunk.slots = self._slots(chunk.pages, chunk.num_tokens)
+            chunk.slots = self._slots(chunk.pages, chunk.num_tokens, self.pool.chunk_page_tokens)
         return chunk.slots
 
     def is_filled(self, key: ChunkKey) -> bool:
@@ -52,7 +52,7 @@ class ChunkRoom:
             placed = {span.key for span in request.placed}
             self._lease.drop([key for key in self._lease.chunks if key not in placed])
             self._pages.take_from_lost(self._sequence, num_rows)
-        return self._slots(self._kv.page_table, num_rows)
+        return self._slots(self._kv.page_table, num_rows, self.pool.page_tokens)
 
     def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
         self._laid_out = request, own_positions
@@ -88,7 +88,6 @@ class ChunkRoom:
         self._kv.lay_out(own, chunks, len(request.prompt_ids))
         self._sequence.progress.elsewhere = self._kv.num_shared
 
-    def _slots(self, pages: tuple[int, ...] | list[int], count: int) -> Slots:
-        size = self.pool.page_tokens
+    def _slots(self, pages: tuple[int, ...] | list[int], count: int, size: int) -> Slots:
         at = np.array(pages[: -(-count // size)], np.int64)[:, None] * size + np.arange(size)
         return at.reshape(-1)[:count]

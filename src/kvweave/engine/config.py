@@ -1,7 +1,7 @@
 """The engine's settings. Plain values: importing this imports no torch."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvweave.errors import ConfigError
 
@@ -20,6 +20,7 @@ ON_DEVICE = {
     "guess_rows": 512,
     "background_rows": 256,
 }
+SharedCodec = Literal["raw", "int8"]
 AT_LEAST_ONE = (*ON_CPU, "max_running")
 
 
@@ -43,6 +44,10 @@ class EngineConfig:
     share_chunks: bool = False  # fused requests read chunk KV from pages that all of them share,
     # instead of a copy each. Off: tokens behind the first see rows that drift has not moved, and
     # what that costs an answer was not measured yet
+    shared_codec: SharedCodec = (
+        "raw"  # how shared chunks lie there: as own rows do, or in 8 bits, of
+    )
+    # which a page holds twice as many tokens (four times in single precision)
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
     # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
@@ -51,6 +56,13 @@ class EngineConfig:
         for name in AT_LEAST_ONE:
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"EngineConfig.{name} must be at least 1")
+        if self.shared_codec not in get_args(SharedCodec):
+            known = ", ".join(get_args(SharedCodec))
+            raise ConfigError(f"EngineConfig.shared_codec is one of {known}")
+        if self.shared_codec != "raw" and not self.share_chunks:
+            raise ConfigError(
+                f"shared_codec {self.shared_codec} is for chunks that are shared; set share_chunks"
+            )
         if not 0.0 < self.pool_share <= 1.0:
             raise ConfigError("EngineConfig.pool_share must be above 0 and at most 1")
         if self.recorded_rows < 0:

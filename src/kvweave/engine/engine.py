@@ -69,7 +69,8 @@ class Engine:
         self._allocator = PageAllocator(pool.num_pages)
         self._chunks: ChunkPages | None = None
         if self.cfg.share_chunks:
-            self._chunks = ChunkPages(self._allocator, pool.page_tokens)
+            rounds = pool.codes(0) is not None
+            self._chunks = ChunkPages(self._allocator, pool.chunk_page_tokens, rounds=rounds)
         self._prefixes = ExactPrefixes(
             self.cfg, pool, self._allocator, cost_s, self._inbox, self._chunks
         )

@@ -24,7 +24,7 @@ from kvweave.engine.fused_step import (
     prepare_in_place,
 )
 from kvweave.engine.offload import ArrivedCopy
-from kvweave.engine.page_manager import PageManager
+from kvweave.engine.page_manager import PageManager, RoomLost
 from kvweave.engine.prefixes import ExactPrefixes, path_of
 from kvweave.engine.reference import check_prompt
 from kvweave.engine.request import EngineRequest, Ticket
@@ -236,6 +236,10 @@ class Lifecycle:
             finally:
                 stored.close()
                 sequence.stored = None
+        except RoomLost:
+            sequence.copies = True
+            self._scheduler.begin_again(sequence)
+            return
         except Exception as error:  # this request's, and no other's
             self.end(sequence.ticket, error)
             return

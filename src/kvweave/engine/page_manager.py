@@ -13,7 +13,7 @@ from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
-from kvweave.engine.unsound import is_unsound
+from kvweave.engine.unsound import is_unsound_chunk
 from kvweave.errors import ConfigError
 from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
@@ -21,6 +21,7 @@ from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
 from kvweave.kv.config import GIB
 from kvweave.kv.tree import ChunkRef, TreeLease
+from kvweave.model.chunk_codes import key_lifts, scale_bytes
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.segmented_kv import SegmentedKV
@@ -31,16 +32,25 @@ MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of toda
 def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
     """Room for KV: as configured, or what memory allows. `cfg` as `for_device` gives it."""
     assert cfg.page_tokens is not None, "a config for a device says how large pages are"
-    tokens = cfg.pool_tokens
+    tokens, codes_chunks = cfg.pool_tokens, cfg.shared_codec == "int8"
     if tokens is None:
         spec = decoder.spec
         per_head = spec.head_dim * decoder.dtype.itemsize
         token_bytes = 2 * spec.num_layers * spec.num_kv_heads * per_head
+        token_bytes += scale_bytes(spec, decoder.dtype) if codes_chunks else 0
         fitting = int(_memory_bytes(decoder.device) * cfg.pool_share) // token_bytes
         tokens = max(cfg.page_tokens, min(fitting, MOST_POOL_TOKENS))
     num_pages = tokens // cfg.page_tokens
     try:
-        return KVPool(decoder.spec, num_pages, cfg.page_tokens, decoder.dtype, decoder.device)
+        return KVPool(
+            decoder.spec,
+            num_pages,
+            cfg.page_tokens,
+            decoder.dtype,
+            decoder.device,
+            codes_chunks=codes_chunks,
+            lifts=key_lifts(decoder.spec, decoder.weights) if codes_chunks else None,
+        )
     except (RuntimeError, OSError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
@@ -55,6 +65,11 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class RoomLost(Exception):
+    """Chunks turned out missing, and what is computed instead has no pages: it takes more of them
+    than codes do, or others wait for the same chunks. The request must begin again with copies."""
 
 
 class PageManager:
@@ -307,10 +322,11 @@ class PageManager:
 
     def take_from_lost(self, sequence: EngineSequence, num_rows: int) -> None:
         """Own pages for `num_rows` own rows of a prompt whose chunks turned out missing: the pages
-        that they were to have. What it still leases may be read."""
+        that they were to have, and others where those hold too little. What it still leases may be
+        read. Raises RoomLost."""
         count = -(-num_rows // self._pool.page_tokens) - len(sequence.kv.page_table)
         if count > 0 and not self.grow(sequence, count):
-            raise AssertionError(f"{count} pages of lost chunks are not free")
+            raise RoomLost(f"{count} pages for chunks that were lost")
 
     def drop_unsound(self, sequence: EngineSequence) -> int:
         """What a sequence reads, and others may, is found no more if it holds what is no number.
@@ -319,7 +335,7 @@ class PageManager:
         lease = sequence.shared
         if self._chunks is not None and lease is not None:
             for chunk in [each for each in lease.chunks.values() if each.is_filled]:
-                if is_unsound(self._pool, chunk.pages, chunk.num_tokens):
+                if is_unsound_chunk(self._pool, chunk.pages, chunk.num_tokens):
                     self._chunks.discard(chunk)
                     dropped += 1
         return dropped + self._prefixes.drop_unsound(sequence.path)

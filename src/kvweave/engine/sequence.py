@@ -41,7 +41,7 @@ class EngineSequence:
     counted: bool = False  # the tree counted its access
     unshared: bool = False  # it needs the whole pool: no lease
     shared: ChunkLease | None = None  # chunks that it reads from shared pages; None: it has copies
-    copies: bool = False  # it needs the whole pool: no shared pages
+    copies: bool = False  # it needs the whole pool, or lost its room: no shared pages
     present: int = 0  # rows of its front that were in its pages when it was let in
     stored: StoredPrompt | None = None  # a fused request's leased bytes, if they came ahead
     prepared: Prepared | None = None  # a fused prompt whose rows are being computed

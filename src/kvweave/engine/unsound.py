@@ -22,3 +22,18 @@ def is_unsound(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
             if not bool(rows.isfinite().all()):
                 return True
     return False
+
+
+def is_unsound_chunk(pool: KVPool, pages: Sequence[int], num_tokens: int) -> bool:
+    """The same of a shared chunk's pages. Codes of 8 bits are numbers whatever they are: there the
+    scales are looked at."""
+    if pool.codes(0) is None:
+        return is_unsound(pool, pages, num_tokens)
+    at = on_device(torch.tensor(pages), pool.keys.device)
+    for layer in range(len(pool.keys)):
+        coded = pool.codes(layer)
+        assert coded is not None, "all layers are coded, or none"
+        scales = coded.scales.index_select(0, at).transpose(1, 2).flatten(0, 1)[:num_tokens]
+        if not bool(scales.isfinite().all()):
+            return True
+    return False

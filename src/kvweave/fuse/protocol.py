@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.rope import Angles
+from kvweave.kernels.types import CodedPages
 
 
 class ModelShape(Protocol):
@@ -101,4 +102,9 @@ class PoolLayers(Protocol):
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer: keys and values [slots, Hk, D]; writing to them writes the memory."""
+        ...
+
+    def codes(self, layer: int) -> CodedPages | None:
+        """One layer of the same memory, where chunks that are shared lie in 8 bits; None: they lie
+        in `slots`."""
         ...

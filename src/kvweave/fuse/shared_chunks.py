@@ -6,7 +6,9 @@
 Keys lie in the pages turned to their places in the chunk. For each layer they are laid, turned on,
 into memory that the next layer takes over; what the pass computes is kept in the request's own
 pages. So no copy of a chunk outlives the pass. A chunk whose pages are empty is filled on the way,
-from the bytes that arrive for it; what has arrived once is not asked for again.
+from the bytes that arrive for it; what has arrived once is not asked for again. Pages that hold
+chunks in 8 bits are filled by way of one more layer of memory, and whoever brought a chunk sees
+what later requests will see.
 
 For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV heads, D head dim.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 from kvweave.fuse.protocol import FusionDecoder, ModelShape, PoolLayers
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.sources import ChunkSource
+from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded
 from kvweave.kernels.host import on_device
 from kvweave.kernels.relocate import relocate
 from kvweave.kernels.rope import Angles, rotate
@@ -49,7 +52,8 @@ class PromptRoom(Protocol):
         ...
 
     def chunk_slots(self, key: ChunkKey) -> Slots:
-        """Where the tokens of a chunk of the request lie."""
+        """Where the tokens of a chunk of the request lie: in `slots` of the pool, or in its `codes`
+        if there are any."""
         ...
 
     def is_filled(self, key: ChunkKey) -> bool:
@@ -152,6 +156,7 @@ class SharedChunks:
         self._filled: set[int] = set()  # layers
         self._waited_s = 0.0
         self._kept: RowMoves | None = None
+        self._uncoded: Tensor | None = None
         front_slots = room.own_slots(request, request.preamble_len)
         if room.num_present < request.preamble_len:
             self._write_front(front, front_slots)
@@ -168,7 +173,12 @@ class SharedChunks:
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the exact front and all placed chunks to their positions of [T, Hk, D]."""
         self._fill(layer)
-        relocate(*self._pool.slots(layer), self._moves, self._turn, keys, values)
+        coded = self._pool.codes(layer)
+        if coded is None:
+            relocate(*self._pool.slots(layer), self._moves, self._turn, keys, values)
+            return
+        pages = self._pool.slots(layer)  # of the exact front, which has turn 0
+        relocate_coded(*pages, coded, self._moves, self._turn, keys, values)
 
     def begin_rows(self, rows: Tensor) -> None:
         """Rows at these positions [R], on the host, will be computed: they are own ones."""
@@ -186,16 +196,19 @@ class SharedChunks:
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         self._fill(layer)
-        keys, values = self._pool.slots(layer)
         first = self._request.preamble_len
         slots, device = self._moves.source[first:], self._decoder.device
         lengths = [span.num_tokens for span in self._request.placed]
         nth = torch.cat([torch.arange(length) for length in lengths])
         back = self._room.turn(on_device(-nth, device))
         factor = self._decoder.angles(torch.zeros(1, dtype=torch.int64, device=device)).cos
-        turned = keys.index_select(0, slots)
+        coded = self._pool.codes(layer)
+        if coded is None:
+            turned, values = (x.index_select(0, slots) for x in self._pool.slots(layer))
+        else:
+            turned, values = decode_rows(coded, slots, self._decoder.dtype)
         k = rotate(turned.to(back.cos.dtype), back) / factor.flatten()[0]
-        found = LayerKV(k.to(turned.dtype), values.index_select(0, slots))
+        found = LayerKV(k.to(turned.dtype), values)
         if out is None:
             return found
         out.k.copy_(found.k)
@@ -217,17 +230,27 @@ class SharedChunks:
         """Bring a layer of the chunks whose pages are empty. Blocks; raises ChunkLost."""
         if self._source is None or self._filling is None or layer in self._filled:
             return
-        keys, values = self._pool.slots(layer)
+        coded, filling = self._pool.codes(layer), self._filling
+        keys, values = self._pool.slots(layer) if coded is None else self._before_coding()
         if self._source.placer is not None:
             self._source.placer.lay(layer, keys, values)
         else:
             started_s = time.perf_counter()
             stored = self._source.layer(layer)
             self._waited_s += time.perf_counter() - started_s
-            slots, turn = self._filling.slots, self._filling.turn
-            keys[slots] = rotate(stored.k.to(keys.dtype), turn)
-            values[slots] = stored.v.to(values.dtype)
+            keys[filling.rows] = rotate(stored.k.to(keys.dtype), filling.turn)
+            values[filling.rows] = stored.v.to(values.dtype)
+        if coded is not None:
+            encode_rows(keys, values, filling.slots, coded)
         self._filled.add(layer)
+
+    def _before_coding(self) -> Tensor:
+        """[2, n, Hk, D]: a layer of what is being brought, used again for the next one."""
+        if self._uncoded is None:
+            assert self._filling is not None, "something is brought"
+            like = self._pool.slots(0)[0]
+            self._uncoded = like.new_empty(2, len(self._filling.slots), *like.shape[1:])
+        return self._uncoded
 
     def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
         """Those of its rows that the room lacks: others may read the rest."""
@@ -254,5 +277,6 @@ class Filling(NamedTuple):
     """Chunks that are brought to their pages."""
 
     spans: list[ChunkSpan]  # each chunk once
-    slots: Tensor  # [n] of all their tokens, on the device
+    slots: Tensor  # [n] of all their tokens in the pool, on the device
+    rows: Tensor  # [n] where a source lays them: there, or side by side before they are coded
     turn: Angles  # to their places in their chunks

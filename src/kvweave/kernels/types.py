@@ -46,6 +46,21 @@ class SharedChunk(NamedTuple):
     )
 
 
+class CodedPages(NamedTuple):
+    """Pages in which chunks lie in 8 bits, one layer of a pool: as many bytes as those of own rows,
+    and so more tokens. A channel of a key or value is its code times the scale of its token and KV
+    head; keys are divided by `lift` before, and queries multiplied (`coded.py`).
+
+    Codes of channels c (lower byte) and c + D/2 share a number: no unit that feeds a GPU's products
+    from shared memory knows bytes.
+    """
+
+    keys: Tensor  # int16 [P, page, Hk, D/2], turned to their places in their chunks
+    values: Tensor  # int16 [P, page, Hk, D/2]
+    scales: Tensor  # float16 [P, Hk, page, 2]: of a key and of its value
+    lift: Tensor | None  # float32 [Hk, D], alike for the channels that turn together; None: all 1
+
+
 class SegmentedRows(NamedTuple):
     """Rows of a batch that look at pages of their own sequence and at shared chunks."""
 

@@ -172,18 +172,19 @@ class SegmentedBatchKV:
         self, layer: int, q: Tensor, positions: Tensor, counts: Sequence[int] | None
     ) -> Tensor:
         keys, values = self._pool.keys[layer], self._pool.values[layer]
+        coded, turn = self._pool.codes(layer), self._turn
         plan = self._plans.get(counts is None)
         if plan is None:
             plan = self._plans[counts is None] = self._plan(counts)
         if not plan.plain:  # the usual case: nothing is picked out
-            return attend_segments(q, positions, plan.ranks, plan.shared, keys, values, self._turn)
+            return attend_segments(q, positions, plan.ranks, plan.shared, keys, values, turn, coded)
         out = torch.empty_like(q)
         at, there = plan.plain_rows
         out[there] = attend_paged(q[there], positions[at], plan.plain, keys, values)
         if plan.shared:
             at, there = plan.shared_rows
             out[there] = attend_segments(
-                q[there], positions[at], plan.ranks, plan.shared, keys, values, self._turn
+                q[there], positions[at], plan.ranks, plan.shared, keys, values, turn, coded
             )
         return out
 

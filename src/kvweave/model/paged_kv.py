@@ -3,6 +3,9 @@
     pool   [L, pages, page_tokens, Hk, D], once for keys (rotated) and once for values
     table  page j of a sequence holds its positions [j * page_tokens, (j + 1) * page_tokens)
 
+Pages of chunks that sequences share may hold them in 8 bits (`chunk_codes.py`): the same bytes, and
+more tokens.
+
 Which sequence holds which page is decided by the engine, in plain ints; here are the bytes. One
 thread at a time.
 """
@@ -12,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.kernels.types import PagedSegment
+from kvweave.kernels.types import CodedPages, PagedSegment
+from kvweave.model.chunk_codes import ChunkCodes
 from kvweave.model.sequence_kv import room_for
 from kvweave.model.spec import ModelSpec
 
@@ -31,13 +35,18 @@ class KVPool:
         page_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        codes_chunks: bool = False,
+        lifts: Tensor | None = None,
     ) -> None:
+        """`codes_chunks`: chunks lie in 8 bits. `lifts` [L, Hk, D] are then `key_lifts`."""
         shape = (spec.num_layers, num_pages + 1, page_tokens, spec.num_kv_heads, spec.head_dim)
         self.page_tokens = page_tokens
         self.num_pages = num_pages
         self.scratch_page = num_pages
         self.keys = room_for(shape, dtype, device)  # [L, P + 1, page, Hk, D]
         self.values = room_for(shape, dtype, device)
+        self._codes = ChunkCodes(self.keys, self.values, lifts) if codes_chunks else None
         self._flat = (-1, spec.num_kv_heads, spec.head_dim)
         every = (spec.num_layers, *self._flat)
         self.memory = self.keys.view(every), self.values.view(every)  # [L, slots, Hk, D], as views
@@ -46,6 +55,15 @@ class KVPool:
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, keys and values."""
         return 2 * self.keys.nbytes // self.keys.shape[1]
+
+    @property
+    def chunk_page_tokens(self) -> int:
+        """Tokens of a chunk in a page that requests share."""
+        return self.page_tokens if self._codes is None else self._codes.page_tokens
+
+    def codes(self, layer: int) -> CodedPages | None:
+        """One layer of chunks in 8 bits; None: they lie as own rows do."""
+        return None if self._codes is None else self._codes.layer(layer)
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer token by token: keys and values [slots, Hk, D], as views."""

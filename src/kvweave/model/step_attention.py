@@ -125,8 +125,9 @@ class SharedAttention:
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
         shape = SegmentShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype
-        )
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype,
+            pool.codes(0) is not None,
+        )  # fmt: skip
         room = room_for_rows(
             num_rows, spec.max_context, CHUNKS * num_rows + SPARE_CHUNKS, pool.num_pages, shape
         )
@@ -153,7 +154,8 @@ class SharedAttention:
 
         def attend(layer: int, q: Tensor, angles: Angles) -> Tensor:
             keys, values = self._pool.keys[layer], self._pool.values[layer]
-            return attend_tables(q, self._tables, step, keys, values, angles)
+            coded = self._pool.codes(layer)
+            return attend_tables(q, self._tables, step, keys, values, angles, coded)
 
         return attend
 

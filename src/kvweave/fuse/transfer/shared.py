@@ -31,7 +31,7 @@ def open_shared(
         yield SharedChunks(decoder, request, room, front, None, None)
         return
     filling = _filling(decoder, room, list(empty.values()))
-    with open_source(decoder, filling.spans, layers, strategy, filling.slots) as source:
+    with open_source(decoder, filling.spans, layers, strategy, filling.rows) as source:
         yield SharedChunks(decoder, request, room, front, source, filling)
 
 
@@ -40,4 +40,5 @@ def _filling(decoder: FusionDecoder, room: PromptRoom, spans: Sequence[ChunkSpan
     nth = np.concatenate([np.arange(span.num_tokens) for span in spans])
     both = torch.from_numpy(np.stack([slots, nth]))
     at, places = on_device(both, decoder.device).unbind()
-    return Filling(list(spans), at, decoder.angles(places))
+    rows = at if room.pool.codes(0) is None else torch.arange(len(at), device=decoder.device)
+    return Filling(list(spans), at, rows, decoder.angles(places))

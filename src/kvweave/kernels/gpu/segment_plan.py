@@ -31,12 +31,18 @@ FEWEST_BLOCKS = (
 class ChunkTiling(NamedTuple):
     """What the kernels do at a time."""
 
-    page: int  # tokens of a page
+    page: int  # tokens of a chunk's page
     row_keys: int  # keys of a block, by row
     chunk_keys: int  # keys of a block, by chunk: a multiple of 32
     tile_rows: int  # rows of a tile
     kv_heads: int  # programs per tile
     at_once: int  # programs by chunk that run at the same time
+    coded: bool = False  # chunks lie in 8 bits: no piece has own pages and chunks
+
+    @property
+    def lists(self) -> int:
+        """Of blocks, for each row: a piece is cut from one of them."""
+        return 2 if self.coded else 1
 
 
 class Room(NamedTuple):
@@ -218,6 +224,14 @@ class Sharing:
         ]
         self.tiles = np.stack(columns, 1).astype(np.int32)
 
+    @property
+    def num_walkers(self) -> int:
+        """Programs that walk over tiles, so that each has as many to do: the others have time for
+        what is answered by row."""
+        units = len(self.tiles) * self.tiling.kv_heads
+        rounds = max(1, -(-units // self.tiling.at_once))
+        return max(1, -(-units // rounds))
+
     def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
         """Blocks of a step in which row r sees the first own_keys[r] own keys."""
         return int((-(-own_keys // self.tiling.row_keys)).sum()) + len(self._alone)
@@ -228,8 +242,9 @@ class Sharing:
         """Tables [blocks, 4], [num_pieces, 4] and [rows, 2] of a step in which row r sees the first
         own_keys[r] own keys, whose pages begin at slot own_slots[r] of the pages' table.
 
-        A block: first slot, keys, pair, first mask bit. A piece: first block, end, cell. A row:
-        first piece, pieces; there is at least one, and pieces left over look at nothing.
+        A block: first slot, keys, pair, first mask bit. A piece: first block, end, cell, whether it
+        has codes. A row: first piece, pieces; there is at least one, and pieces left over look at
+        nothing.
         """
         size, num_rows = self.tiling.row_keys, self.num_rows
         own = -(-own_keys // size)
@@ -245,17 +260,24 @@ class Sharing:
         row = self._alone[:, 0]
         first = np.cumsum(self._alone_of) - self._alone_of
         table[(before + own - first)[row] + np.arange(len(row))] = self._alone[:, 1:]
-        assert num_pieces > num_rows, f"{num_rows} rows need more pieces than {num_pieces}"
-        most = max(1, math.ceil(len(table) / (num_pieces - num_rows)))
-        count = np.maximum(1, -(-of_row // most))
+        lists = self.tiling.lists
+        of_list = np.stack([own, self._alone_of], 1).reshape(-1) if lists == 2 else of_row
+        least = lists * num_rows
+        assert num_pieces > least, f"{num_rows} rows need more pieces than {num_pieces}"
+        most = max(1, math.ceil(len(table) / (num_pieces - least)))
+        count = -(-of_list // most)
+        count[::lists] = np.maximum(1, count[::lists])
         first = np.cumsum(count) - count
-        row = np.repeat(np.arange(num_rows), count)
-        part = np.arange(len(row)) - first[row]
+        before = np.cumsum(of_list) - of_list
+        nth = np.repeat(np.arange(least), count)  # the list of each piece
+        part = np.arange(len(nth)) - first[nth]
         pieces = np.zeros((num_pieces, 4), dtype=np.int32)
         pieces[:, 2] = np.arange(num_pieces)
-        pieces[: len(row), 0] = before[row] + of_row[row] * part // count[row]
-        pieces[: len(row), 1] = before[row] + of_row[row] * (part + 1) // count[row]
-        return table, pieces, np.stack([first, count], 1).astype(np.int32)
+        pieces[: len(nth), 0] = before[nth] + of_list[nth] * part // count[nth]
+        pieces[: len(nth), 1] = before[nth] + of_list[nth] * (part + 1) // count[nth]
+        pieces[: len(nth), 3] = nth % lists
+        row_pieces = [first[::lists], count.reshape(num_rows, lists).sum(1)]
+        return table, pieces, np.stack(row_pieces, 1).astype(np.int32)
 
     def fits(self, room: Room) -> bool:
         """Whether tables with that room hold this, whatever the rows' own keys."""
