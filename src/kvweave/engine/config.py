@@ -42,12 +42,10 @@ class EngineConfig:
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
     share_chunks: bool = False  # fused requests read chunk KV from pages that all of them share,
-    # instead of a copy each. Off: tokens behind the first see rows that drift has not moved, and
-    # what that costs an answer was not measured yet
-    shared_codec: SharedCodec = (
-        "raw"  # how shared chunks lie there: as own rows do, or in 8 bits, of
-    )
-    # which a page holds twice as many tokens (four times in single precision)
+    # instead of a copy each. Off: tokens behind the first see rows that drift has not moved, which
+    # costs an answer some 0.005 nats per token (bench/shared_drift.py) that no calibration has seen
+    shared_codec: SharedCodec = "raw"  # how shared chunks lie there: as own rows do, or in 8 bits,
+    # of which a page holds twice as many tokens (four times in single precision)
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
     # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
