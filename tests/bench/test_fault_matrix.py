@@ -178,9 +178,12 @@ def proxy(tmp_path: Path) -> Iterator[ValkeyProxy]:
 
 def test_a_proxy_tells_a_command_from_another_and_changes_what_it_shall(proxy: ValkeyProxy) -> None:
     import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
 
     value = bytes(range(256)) * 4
-    with redis.Redis(port=proxy.port, socket_timeout=2) as client:
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis(port=proxy.port, socket_timeout=2, retry=once) as client:
         client.set("a", value)
         assert client.getrange("a", 0, 1023) == value
         proxy.strikes.set(FaultRule(LOAD_MIDDLE, CORRUPTED))

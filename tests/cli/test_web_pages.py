@@ -1,6 +1,8 @@
 """Pages of the web by a list of addresses or a sitemap, from a real server of files."""
 
+import gc
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -59,6 +61,15 @@ def test_pages_become_files_and_what_cannot_be_had_is_told(url: str) -> None:
     (large,) = fetch_pages(wanted[:1], 5)
     assert isinstance(large, Skipped)
     assert "larger than" in large.reason
+
+
+def test_a_page_that_is_gone_leaves_no_socket_behind(url: str) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        (gone,) = fetch_pages([f"{url}/gone.html"], 1 << 20)
+        gc.collect()
+    assert isinstance(gone, Skipped)
+    assert [str(each.message) for each in seen if each.category is ResourceWarning] == []
 
 
 def test_a_list_of_addresses_is_judged_before_any_is_fetched(tmp_path: Path) -> None:

@@ -104,8 +104,10 @@ def fetch(url: str, most_bytes: int) -> WebReply:
             data = reply.read(most_bytes + 1)
             kind = reply.headers.get_content_type()
     except (OSError, ValueError, urllib.error.URLError) as error:
-        is_answered = isinstance(error, urllib.error.HTTPError)
-        told = error if is_answered else getattr(error, "reason", None) or error
+        told: object = getattr(error, "reason", None) or error
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # it is a reply as well, and has a socket
+            told = error
         reason = " ".join(str(told).split())
         raise CorpusError(f"cannot fetch {url}: {reason[:200]}") from error
     if len(data) > most_bytes:
