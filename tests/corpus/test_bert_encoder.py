@@ -43,14 +43,15 @@ def test_vectors_and_token_counts_equal_those_of_sentence_transformers(
     name: str, tiny: Path
 ) -> None:
     folder = tiny if name == "tiny" else minilm()
+    texts = TEXTS if name == "tiny" else TEXTS[:16]  # the real one takes its time
     read = BertFolder.read(folder)
     assert read is not None
     ours, theirs = BertEncoder(read, "cpu"), SentenceEmbedder(folder, device="cpu").model
-    wanted = theirs.encode(TEXTS, normalize_embeddings=True, show_progress_bar=False)
-    np.testing.assert_allclose(ours.encode(TEXTS, 32), wanted, atol=1e-5)
-    np.testing.assert_allclose(ours.encode(TEXTS, 7), wanted, atol=1e-5)
-    counts = [len(theirs.preprocess([text])["input_ids"][0]) for text in TEXTS]
-    assert [ours.num_tokens(text) for text in TEXTS] == counts
+    wanted = theirs.encode(texts, normalize_embeddings=True, show_progress_bar=False)
+    np.testing.assert_allclose(ours.encode(texts, 32), wanted, atol=1e-5)
+    np.testing.assert_allclose(ours.encode(texts, 7), wanted, atol=1e-5)
+    counts = [len(theirs.preprocess([text])["input_ids"][0]) for text in texts]
+    assert [ours.num_tokens(text) for text in texts] == counts
     assert max(counts) == read.max_tokens, "a text that is cut off"
 
 
