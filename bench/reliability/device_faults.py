@@ -8,7 +8,6 @@ are answered; afterwards the books balance and the same engine gives the right a
 """
 
 import gc
-import os
 import random
 import time
 import traceback
@@ -61,6 +60,7 @@ from reliability.fault_rules import (
     START,
     TRUNCATED,
     FaultRule,
+    spoil,
 )
 from reliability.fault_rules import FULL as NO_ROOM
 
@@ -741,14 +741,7 @@ def damage(world: DeviceWorld, question: Question, row: DeviceRow) -> int:
             continue
         layer = world.packed(key).header.layers[middle if row.op == LOAD_MIDDLE else 0]
         at = layer.offset + random.Random(row.seed).randrange(layer.size_bytes)
-        if row.kind == TRUNCATED:
-            os.truncate(path, at)
-        else:
-            with path.open("r+b") as file:
-                file.seek(at)
-                byte = file.read(1)[0]
-                file.seek(at)
-                file.write(bytes([byte ^ (1 << row.seed % 8)]))
+        spoil(path, at, row.kind, row.seed)
         struck += 1
     return struck
 

@@ -1,9 +1,11 @@
 """One fault: where it strikes, what it does, how often. Shared by the proxies and the hooks."""
 
 import json
+import os
 import random
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 # what is being done when it strikes
 LOOKUP = "lookup"  # is it there?
@@ -105,3 +107,15 @@ class Strikes:
             return data
         at, bit = self.draw(len(data)), self.draw(8)
         return data[:at] + bytes([data[at] ^ (1 << bit)]) + data[at + 1 :]
+
+
+def spoil(path: Path, at: int, kind: str, seed: int) -> None:
+    """Cut a file at a byte, or flip a bit of it: in place, as a bad medium does."""
+    if kind == TRUNCATED:
+        os.truncate(path, at)
+        return
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << seed % 8)]))

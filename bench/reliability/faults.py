@@ -52,6 +52,7 @@ from reliability.fault_rules import (
     START,
     TRUNCATED,
     FaultRule,
+    spoil,
 )
 from reliability.fault_server import Ended, FaultServer, Reply, grown
 from reliability.fault_world import WORLD, Document, FaultWorld, K, learn_truths, make_world, must
@@ -498,14 +499,7 @@ class DiskLane(Lane):
         at = start + random.Random(rule.seed).randrange(self._layers.layer_bytes)
         if at >= size:  # cut by an earlier fault, and not read since
             return
-        if rule.kind == TRUNCATED:
-            os.truncate(path, at)
-        else:
-            with path.open("r+b") as file:
-                file.seek(at)
-                byte = file.read(1)[0]
-                file.seek(at)
-                file.write(bytes([byte ^ (1 << rule.seed % 8)]))
+        spoil(path, at, rule.kind, rule.seed)
         self._struck += 1
 
     def _forbid(self, rule: FaultRule, document: Document) -> None:
