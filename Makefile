@@ -63,10 +63,11 @@ test-webui: $(VENV)/.ui $(WEBUI)/.webui  ## a real Open WebUI before real server
 	@.ci/browser
 	$(BIN)/python -m pytest -m webui tests/clients
 
-check: $(VENV)/.dev  ## format, lint and type check
+check: $(VENV)/.dev  ## format, lint, types, and what the documents say of the code
 	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/ruff check src tests bench examples
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_readme.py tests/test_docs.py tests/test_docs_defaults.py tests/test_architecture.py
 
 fix: $(VENV)/.dev  ## let the formatter and linter mend what they can
 	$(BIN)/ruff format src tests bench examples
