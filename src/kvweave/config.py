@@ -134,6 +134,8 @@ class LibrarySettings(ConfigSection):
     min_score: Annotated[float, Range(-MOST, MOST)] | None = unset("any")  # of a chunk that counts
     reranker: str | None = unset("none")  # a cross-encoder that orders them: a folder or a hub id
     rewrite: bool = False  # follow-ups are searched for as the model puts them
+    # a conversation goes on where its user said the same before: its chunks stay in the history
+    recognise: bool = True
     # where nothing is found: say so, or answer from nothing
     nothing_found: Literal["say", "answer"] = "say"
     nothing_text: str | None = unset("a sentence in English")  # what is said then

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -384,3 +386,25 @@ def test_a_closed_weave_says_so(chat_model_folder: Path) -> None:
     weave.close()
     with pytest.raises(EngineClosed, match="this Weave was closed"):
         weave.ask("Where?")
+
+
+LEFT_OPEN = """
+import sys
+from kvweave import Weave
+from kvweave.app.weave import Sampling
+
+weave = Weave.open(model=sys.argv[1])
+sampling = Sampling(max_tokens=400, temperature=0.0)
+stream = weave.stream("Who has a boat?", documents=["Tom has one."], sampling=sampling)
+next(iter(stream))
+print("said")  # and the rest is still being computed
+"""
+
+
+def test_a_weave_that_nobody_closed_ends_with_python(tmp_path: Path) -> None:
+    """Its threads were stopped within a kernel: SIGABRT, after the last line of a fine script."""
+    model = make_chat_model_folder(tmp_path / "model")
+    command = [sys.executable, "-c", LEFT_OPEN, str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "said\n"), done.stderr
+    assert "terminate" not in done.stderr

@@ -41,6 +41,7 @@ class AskOptions(TypedDict, total=False):
     bound: float | None
     order: str | None
     conversation_id: str | None
+    recognise: bool | None
     history: Sequence[Mapping[str, Any]]
     tenant: str
     speculate: SpeculationMode | None
@@ -143,6 +144,7 @@ class Question:
     bound: float | None = None  # "auto": nats per token that reuse may cost; None: BOUND
     order: str | None = None  # whether chunks may move, see OrderPermission; None: ORDER
     conversation_id: str | None = None  # which conversation the history is of
+    recognise: bool | None = None  # by what was said, where it has no id; None: as is usual
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
@@ -245,6 +247,7 @@ class Question:
             reranker=self.reranker or usual.search.reranker,
             rewrite=usual.rewrite if self.rewrite is None else self.rewrite,
             nothing_found=self.nothing_found or usual.nothing_found,
+            recognise=usual.recognise if self.recognise is None else self.recognise,
         )
 
 
@@ -261,6 +264,7 @@ class QuestionDefaults:
     rewrite: bool = False
     nothing_found: NothingMode = "say"
     nothing_text: str | None = None  # what is said then; None: NOTHING_TEXT
+    recognise: bool = True
     # fields of `Sampling` that the user configured; the others are the model's, or built in
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
@@ -279,6 +283,7 @@ class QuestionDefaults:
             library.rewrite,
             library.nothing_found,
             library.nothing_text,
+            library.recognise,
             given(config.sampling),
         )
 

@@ -3,8 +3,10 @@
 `Weave` is what the library, the command line and the server share.
 """
 
+import atexit
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -97,11 +99,22 @@ __all__ = [
 ]
 
 
+# Threads that compute must end before Python does: one that is stopped within a kernel takes the
+# process down with SIGABRT.
+_OPEN: "weakref.WeakSet[Weave]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for weave in sorted(_OPEN, key=lambda one: one._owns_runtime):  # what shares an engine first
+        weave.close()
+
+
 class Weave:
     """Answers questions with one loaded model, over given documents or a knowledge base.
 
     May be used from many threads: one engine computes for all of them. `close` it when done, or use
-    `with`.
+    `with`; one that is still open when Python ends is closed then.
     """
 
     def __init__(
@@ -119,6 +132,7 @@ class Weave:
         self._owns_runtime = owns_runtime
         self._ingesting = threading.Lock()
         self._answerer = Answerer(runtime, library, self._settings)
+        _OPEN.add(self)
 
     @classmethod
     def open(
@@ -220,6 +234,7 @@ class Weave:
 
     def close(self) -> None:
         """End what runs and give everything back. Harmless the second time."""
+        _OPEN.discard(self)
         if self._library is not None:
             self._library.settle()
         self._answerer.settle()
@@ -301,9 +316,10 @@ class Weave:
         "as_found", or "auto", if calibration found that harmless. `Answer.explain` says what was
         done, and `Answer.decision` why.
 
-        `history` are the {"role", "content"} messages said before, the user's first. With a
-        `conversation_id` the chunks of those turns stand in the history again, and those it holds
-        are not sent twice; conversations of one `tenant` are unknown to others.
+        `history` are the {"role", "content"} messages said before, the user's first. Chunks that
+        were found for those turns stand in the history again, and those it holds are not sent
+        twice: of the conversation with this `conversation_id`, or, unless `recognise` is False, of
+        one in which the user said the same. Conversations of one `tenant` are unknown to others.
 
         `retrieval` finds chunks by "vector", by "words" or "hybrid"; those with a score below
         `min_score` are left out, and a `filter` takes those of documents with such metadata.

@@ -18,7 +18,7 @@ OF_SERVE = {
     *("--order", "--api-key-file", "--speculate", "--log-format", "--running", "--waiting"),
     *("--max-body-mb", "--max-upload-mb", "--timeout", "--open-kbs", "--grace", "--lame"),
     *("--redis-url", "--s3-url", "--s3-endpoint", "--alias", "--retrieval", "--min-score"),
-    *("--reranker", "--rewrite", "--nothing-found", "--log-level"),
+    *("--reranker", "--rewrite", "--recognise", "--nothing-found", "--log-level"),
 }
 
 

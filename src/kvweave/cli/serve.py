@@ -95,6 +95,11 @@ def _gib(amount: float) -> int:
     help="Search for follow-ups as the model puts them (off).",
 )
 @config_option(
+    "library.recognise",
+    "--recognise/--no-recognise",
+    help="Go on with conversations that have no id by what was said in them (on).",
+)
+@config_option(
     "library.nothing_found",
     "--nothing-found",
     type=click.Choice(["say", "answer"]),

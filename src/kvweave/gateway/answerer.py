@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
 from kvweave.app.answer.citations import CitedAnswer
-from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.conversations import Talk, conversation_name
 from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
@@ -360,7 +360,8 @@ class RoutedAnswerer:
         past, tenant = past_messages(asked.history), asked.tenant or self._settings.tenant
         most = self._up.max_context
         most_tokens = None if most is None else most // HISTORY_SHARE
-        conversations, name = self._settings.conversations, asked.conversation_id
+        conversations = self._settings.conversations
+        name = conversation_name(asked, past, is_searched=self._kb is not None)
         if not (name and past):
             return conversations.talk(tenant, name, past, most_tokens=most_tokens)
         # reads the catalogue, so where searches do

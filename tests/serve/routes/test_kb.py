@@ -298,9 +298,29 @@ def test_a_conversation_keeps_its_chunks_where_they_stood_and_never_twice(filled
     same = [*first, said, *user("And how do I drain a node again?")]
     again = turn(same, conversation_id="c1")
     assert len(again["explain"]["chunks"]) == 2, "what the history holds is not sent twice"
-    for strangers in ({}, {"conversation_id": "c2"}):
+    for strangers in ({"recognise": False}, {"conversation_id": "c2"}):
         words, new = turn(same, **strangers)["explain"]["chunks"]
         assert new["tokens"] == chunk["tokens"], "nothing is known of another conversation"
+
+
+def test_a_client_that_names_no_conversation_is_recognised(filled: KbServer) -> None:
+    first = user("How do I drain the very first node?")
+    asked = {"kb": "cluster", "k": 1, "reuse": "prefix"}
+    one = ask(filled.url, messages=first, **asked)
+    said = {"role": "assistant", "content": "As it says."}  # clients may trim what was answered
+    turn = {"messages": [*first, said, *user("And how do I drain it again?")], **asked}
+    plain = ask(filled.url, recognise=False, **turn)
+    again = ask(filled.url, **turn)
+    held, front = again["explain"]["chunks"][0], one["explain"]["chunks"][0]
+    assert [held[name] for name in ("start", "tokens")] == [
+        front[name] for name in ("start", "tokens")
+    ], "the chunk of the first turn stands where it stood"
+    assert held["state"] == "exact"
+    assert len(again["explain"]["chunks"]) == 2, "and is not sent twice"
+    counts = [reply["explain"]["tokens"]["exact"] for reply in (plain, again)]
+    assert counts[1] >= counts[0] + front["tokens"]
+    filtered = ask(filled.url, filter={"nobody": "has this"}, nothing_found="answer", **turn)
+    assert len(filtered["explain"]["chunks"]) == 1, "who searches otherwise was not there"
 
 
 def test_the_list_has_every_knowledge_base(filled: KbServer) -> None:

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.citations import CitedAnswer
-from kvweave.app.answer.conversations import Conversations, ConversationScope, Talk
+from kvweave.app.answer.conversations import (
+    Conversations,
+    ConversationScope,
+    Talk,
+    conversation_name,
+)
 from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
@@ -355,8 +360,8 @@ class Answerer:
 
     def _talk(self, question: Question) -> Talk:
         """What was said before, with the chunks that stood there."""
-        past, name = past_messages(question.history), question.conversation_id
-        tenant = self._tenant_of(question)
+        past, tenant = past_messages(question.history), self._tenant_of(question)
+        name = conversation_name(question, past, is_searched=self._library is not None)
         is_gone = partial(self._client.is_gone, namespace=tenant)
         conversations = self._settings.conversations
         most_tokens = self._max_context // HISTORY_SHARE

@@ -5,6 +5,9 @@ puts them back into the history of the next prompt, in the very place and with t
 had, and leaves out of the new turn what the history holds. A message that the client cut takes its
 chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
 in the prompt. A chunk whose document was deleted since stands in no history any more.
+
+A conversation that has no name is recognised by what its user said in it so far. Whoever says the
+same, searching in the same way, would have found the same chunks: nobody learns of another by it.
 """
 
 import hashlib
@@ -16,7 +19,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvweave.app.library.kv_maker import IsGone
+from kvweave.app.question import Question
 from kvweave.corpus.chunker import make_chunk_id
+from kvweave.corpus.search import SearchOptions
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.dedup import ChunkMap
 from kvweave.text.prompt import PastMessage
@@ -60,6 +65,39 @@ class _ConversationKey(NamedTuple):
         return "".join(f"{len(part)}:{part}" for part in self)
 
 
+class Recognised(NamedTuple):
+    """Stands for the name of a conversation that has none: what its user said so far, and how
+    chunks were searched for. The next turn has another."""
+
+    digest: bytes
+
+    @classmethod
+    def by(cls, past: Sequence[PastMessage], search: SearchOptions) -> "Recognised":
+        """By what was said in `past` where chunks are found so: a filter may be what keeps people
+        apart. What the assistant said is left out, because clients trim it."""
+        name = cls(_digest(repr(search)))
+        for message in past:
+            if message.role == "user":
+                name = name.behind(message.content)
+        return name
+
+    def behind(self, question: str) -> "Recognised":
+        """After this question, too."""
+        return Recognised(_digest_of(self.digest + _digest(question)))
+
+
+def conversation_name(
+    question: Question, past: Sequence[PastMessage], *, is_searched: bool
+) -> str | Recognised | None:
+    """How the conversation of a question is known; None: it is not remembered. One that brings its
+    own documents decides itself what stands in front of what."""
+    if question.conversation_id is not None:
+        return question.conversation_id
+    if not (question.recognise and is_searched and question.documents is None):
+        return None
+    return Recognised.by(past, question.search)
+
+
 class Talk:
     """One request of a conversation: its history with chunks in it, and what it need not bring.
 
@@ -69,49 +107,52 @@ class Talk:
     def __init__(
         self,
         messages: tuple[PastMessage, ...],
-        conversations: "Conversations | None" = None,
+        store: "_TurnStore | None" = None,
         key: "_ConversationKey | None" = None,
         turns: Sequence[_Turn] = (),
+        recognised: Recognised | None = None,
     ) -> None:
         self.messages = messages
-        self._conversations = conversations
+        self._store = store
         self._key = key
         self._turns = tuple(turns)  # those whose message is in the history
+        self._recognised = recognised  # None: it has a name, or is not remembered
 
     def held(self, chunks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Which of these chunks stand in the history."""
-        if self._conversations is None or self._key is None:
+        if self._store is None or self._key is None:
             return []
-        return self._conversations.held(self._key, self._turns, chunks)
+        return self._store.held(self._key, self._turns, chunks)
 
     def sent(self, question: str, chunks: Sequence[tuple[int, ...]], as_of: int = 0) -> None:
         """The turn went out: these chunks, found then, stood in front of this question, in this
         order."""
-        if self._conversations is not None and self._key is not None:
-            self._conversations.add(self._key, self._turns, question, chunks, as_of)
+        if self._store is None or self._key is None:
+            return
+        key = self._key
+        if self._recognised is not None:
+            key = key._replace(name=self._recognised.behind(question).digest.hex())
+        self._store.add(key, self._turns, question, chunks, as_of)
 
 
 class Conversations:
-    """Conversations by tenant and name, the least recently used forgotten first. Thread-safe."""
+    """Conversations by tenant and name, or by what was said in them. Those with a name have room of
+    their own: single questions, each of which might go on, do not push them out. Thread-safe."""
 
     def __init__(
         self, max_conversations: int = MAX_CONVERSATIONS, max_tokens: int = MAX_TOKENS
     ) -> None:
-        self._max = max_conversations
-        self._max_tokens = max_tokens
-        self._lock = threading.Lock()
-        self._turns: OrderedDict[_ConversationKey, tuple[_Turn, ...]] = OrderedDict()
-        self._places = ChunkMap(max_conversations)
-        self._num_tokens = 0
-        self._next = 0
+        self._named = _TurnStore(max_conversations, max_tokens)
+        self._recognised = _TurnStore(max_conversations, max_tokens)
 
     def __len__(self) -> int:
-        return len(self._turns)
+        """Those with a name."""
+        return len(self._named)
 
     def talk(
         self,
         tenant: str,
-        name: str | None,
+        name: str | Recognised | None,
         past: Sequence[PastMessage],
         is_gone: IsGone = _never,
         most_tokens: int | None = None,
@@ -123,10 +164,13 @@ class Conversations:
         be computed again."""
         if not name:
             return Talk(tuple(past))
-        key = _ConversationKey(tenant, scope, name)
-        with self._lock:
-            known = self._turns.get(key, ())
-        aligned = _aligned(known, past)
+        if isinstance(name, Recognised):
+            store, recognised = self._recognised, name
+            key = _ConversationKey(tenant, scope, name.digest.hex())
+        else:
+            store, recognised = self._named, None
+            key = _ConversationKey(tenant, scope, name)
+        aligned = _aligned(store.turns(key), past)
         found = {place: turn.without(is_gone) for place, turn in aligned.items()}
         _give_up_oldest(found, most_tokens)
         messages = tuple(
@@ -136,14 +180,35 @@ class Conversations:
             for place, message in enumerate(past)
         )
         turns = [found[place] for place in sorted(found)]
-        return Talk(messages, self, key, turns)
+        return Talk(messages, store, key, turns, recognised)
 
     def part(self, scope: str) -> "ConversationScope":
         """Conversations of one knowledge base among many: those of others are unknown there."""
         return ConversationScope(self, scope)
 
+
+class _TurnStore:
+    """Turns by conversation, the least recently used forgotten first. Thread-safe."""
+
+    def __init__(self, max_conversations: int, max_tokens: int) -> None:
+        self._max = max_conversations
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()
+        self._turns: OrderedDict[_ConversationKey, tuple[_Turn, ...]] = OrderedDict()
+        self._places = ChunkMap(max_conversations)
+        self._num_tokens = 0
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def turns(self, key: _ConversationKey) -> tuple[_Turn, ...]:
+        """Those that are known."""
+        with self._lock:
+            return self._turns.get(key, ())
+
     def held(
-        self, key: "_ConversationKey", turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
+        self, key: _ConversationKey, turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
     ) -> list[tuple[int, ...]]:
         """Chunks that stand in front of one of these turns."""
         refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
@@ -155,7 +220,7 @@ class Conversations:
 
     def add(
         self,
-        key: "_ConversationKey",
+        key: _ConversationKey,
         turns: Sequence[_Turn],
         question: str,
         chunks: Sequence[tuple[int, ...]],
@@ -182,7 +247,7 @@ class Conversations:
                 self._drop(oldest)
                 self._places.forget(str(oldest))
 
-    def _drop(self, key: "_ConversationKey") -> None:
+    def _drop(self, key: _ConversationKey) -> None:
         self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
 
 
@@ -195,7 +260,7 @@ class ConversationScope(NamedTuple):
     def talk(
         self,
         tenant: str,
-        name: str | None,
+        name: str | Recognised | None,
         past: Sequence[PastMessage],
         is_gone: IsGone = _never,
         most_tokens: int | None = None,
@@ -233,4 +298,8 @@ def _give_up_oldest(found: dict[int, _Turn], most_tokens: int | None) -> None:
 
 
 def _digest(content: str) -> bytes:
-    return hashlib.blake2b(content.strip().encode("utf-8", "replace"), digest_size=16).digest()
+    return _digest_of(content.strip().encode("utf-8", "replace"))
+
+
+def _digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()

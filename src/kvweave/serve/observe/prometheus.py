@@ -60,6 +60,8 @@ class ServerMetrics:
         self._guesses = count("guesses", "Prompts begun before the search was over", "outcome")
         for outcome in ("right", "wrong"):
             self._guesses.labels(outcome)
+        for by in ("frequency", "tree", "first hit"):
+            self._ordered.labels(by)
         for outcome in ("finished", "failed", "abandoned"):
             self._answers.labels(outcome)
         for source in ("exact", "reused", "recomputed", "computed"):

@@ -41,7 +41,7 @@ from kvweave.serve.workers.answer_pool import AnswerJob, Start
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
 LONGEST_CONVERSATION_ID = 256
 # fields about how chunks of a knowledge base are found
-SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found")
+SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found", "recognise")
 OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a token that is part of a character decodes to
 
@@ -205,6 +205,7 @@ def _over_chunks(
         "system": system,
         "history": turns[:-1],
         "conversation_id": request.conversation_id,
+        "recognise": request.recognise,
         "tenant": tenant,
         "model": request.model,
         "cite": request.cite,

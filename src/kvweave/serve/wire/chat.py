@@ -151,6 +151,7 @@ class ChatRequest(SamplingFields):
     kb: Annotated[Text | None, schema_only(pattern=NAME_PATTERN)] = None
     k: Annotated[int | None, schema_only(minimum=1, maximum=MOST_CHUNKS)] = None  # so many of them
     conversation_id: Text | None = None  # chunks of earlier turns stay in front, each once
+    recognise: bool | None = None  # without an id, by what was said before
     order: Literal["as_found", "free", "auto"] | None = None  # may chunks move?
     reuse: AnyReuse | None = None
     speculate: Literal["auto", "on", "off"] | None = None  # compute while a search goes on?
