@@ -13,9 +13,9 @@ base and a tree of its own; while one answers the others are frozen:
 
     default   the request as it is
     full      with reuse "full": nothing is reused
-    prefix    with reuse "prefix", no conversation_id and none recognised (conversations alone): exact
-              prefixes, as a prefix cache has them, of the prompt that a client without kvweave's help
-              would send
+    prefix    with reuse "prefix", no conversation_id and none recognised (conversations alone):
+              exact prefixes, as a prefix cache has them, of the prompt that a client without
+              kvweave's help would send
     vllm      vLLM's CPU build with its prefix cache, the same prompt token for token; for
               conversations the one that `prefix` has. `make vllm` builds it
 

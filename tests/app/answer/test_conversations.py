@@ -269,7 +269,8 @@ def test_a_later_turn_over_a_knowledge_base_needs_no_name(weave: Weave) -> None:
     plain = weave.ask("And a house?", k=2, history=past, sampling=GREEDY, recognise=False)
     plan = weave.plan("And a house?", k=2, history=past)
     second = weave.ask("And a house?", k=2, history=past, sampling=GREEDY)
-    assert second.explain is not None and plain.explain is not None
+    assert second.explain is not None
+    assert plain.explain is not None
     assert (plain.explain.left_out, second.explain.left_out) == (0, len(plan.in_history))
     assert plan.num_tokens == second.prompt_tokens
     states = [span.kind for span in plan.spans if span.in_history]
