@@ -217,8 +217,7 @@ class RoutedAnswerer:
         """The request for the chunks nearest to a question, with guesses meanwhile."""
 
         def made(hits: Sequence[Hit]) -> MadeRequest:
-            holds_chunks = any(message.chunks for message in talk.messages)
-            if not hits and asked.nothing_found == "say" and not holds_chunks:
+            if not hits and asked.nothing_found == "say" and not talk.holds_chunks:
                 raise NothingFound
             texts.update({hit.chunk.token_ids: hit.chunk.text for hit in hits})
             return self._made(asked, talk, [RetrievedChunk.found(hit) for hit in hits], texts)
@@ -309,6 +308,8 @@ class RoutedAnswerer:
         """The question behind its history and the chunks that the history does not hold."""
         chunks = [chunk.token_ids for chunk in retrieved]
         held = talk.held(chunks)
+        if talk.may_be_plain and not held:  # what an engine pays for a longer prompt is not known
+            talk = talk.plain()
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
         tenant = asked.tenant or self._settings.tenant

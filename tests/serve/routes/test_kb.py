@@ -309,8 +309,8 @@ def test_a_client_that_names_no_conversation_is_recognised(filled: KbServer) -> 
     one = ask(filled.url, messages=first, **asked)
     said = {"role": "assistant", "content": "As it says."}  # clients may trim what was answered
     turn = {"messages": [*first, said, *user("And how do I drain it again?")], **asked}
-    plain = ask(filled.url, recognise=False, **turn)
     again = ask(filled.url, **turn)
+    plain = ask(filled.url, recognise=False, **turn)
     held, front = again["explain"]["chunks"][0], one["explain"]["chunks"][0]
     assert [held[name] for name in ("start", "tokens")] == [
         front[name] for name in ("start", "tokens")

@@ -21,7 +21,7 @@ from kvweave.app.answer.conversations import (
 from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
 from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
-from kvweave.app.answer.router import NO_LIBRARY, Router
+from kvweave.app.answer.router import NO_LIBRARY, NamedStrategy, Router
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
 from kvweave.app.answer.token_stream import Submission, TokenStream
@@ -197,7 +197,7 @@ class Answerer:
                 raise NothingFound
             notes = AnswerNotes(retrieve_ms=(began_s - called_s) * 1e3, query=question.query)
             chunks = [chunk.token_ids for chunk in retrieved]
-            prompt = replace(self._prompt(chunks, question, talk), as_of=as_of)
+            prompt = replace(self._cheapest_prompt(chunks, question, talk, named), as_of=as_of)
             notes.left_out = len(prompt.left_out)
             made = self.router.submission(prompt, question, named, notes)
             notes.question, notes.retrieved = question.question, tuple(retrieved)
@@ -234,8 +234,7 @@ class Answerer:
         """Whether a question that nothing was found for is answered by saying so: it was to be
         searched for, and the conversation holds no chunks of earlier turns."""
         is_searched = question.documents is None and self._library is not None
-        holds_chunks = any(message.chunks for message in talk.messages)
-        return is_searched and question.nothing_found == "say" and not holds_chunks
+        return is_searched and question.nothing_found == "say" and not talk.holds_chunks
 
     def _rewritten(self, question: Question) -> Question:
         """A follow-up with the query that the model makes of it, where that is asked for."""
@@ -313,7 +312,7 @@ class Answerer:
             chunks = [hit.chunk.token_ids for hit in found]
         else:
             chunks = [chunk.token_ids for chunk in self._given(question)]
-        prompt = self._prompt(chunks, question, self._talk(question))
+        prompt = self._cheapest_prompt(chunks, question, self._talk(question), None)
         return self.router.plan(prompt, question)
 
     def search(self, question: str, k: int, how: SearchOptions | None = None) -> list[Hit]:
@@ -374,6 +373,21 @@ class Answerer:
             RetrievedChunk.brought(document, tuple(encode(chunk_text(document))))
             for document in _documents(question.documents or ())
         ]
+
+    def _cheapest_prompt(
+        self,
+        chunks: Sequence[tuple[int, ...]],
+        question: Question,
+        talk: Talk,
+        named: NamedStrategy | None,
+    ) -> Prompt:
+        """In a conversation that was recognised chunks of earlier turns stay where that is the
+        sooner answer: they are exact and not brought again, but all rows look at them."""
+        prompt = self._prompt(chunks, question, talk)
+        if not talk.may_be_plain:
+            return prompt
+        plain = self._prompt(chunks, question, talk.plain())
+        return self.router.cheaper(prompt, plain, question, named)
 
     def _prompt(self, chunks: Sequence[tuple[int, ...]], question: Question, talk: Talk) -> Prompt:
         """The question behind its history and the chunks that the history does not hold."""

@@ -118,9 +118,24 @@ class Talk:
         self._turns = tuple(turns)  # those whose message is in the history
         self._recognised = recognised  # None: it has a name, or is not remembered
 
+    @property
+    def holds_chunks(self) -> bool:
+        return any(message.chunks for message in self.messages)
+
+    @property
+    def may_be_plain(self) -> bool:
+        """Whether nobody asked for the chunks that it holds: it was recognised."""
+        return self._recognised is not None and self.holds_chunks
+
+    def plain(self) -> "Talk":
+        """The same as the client sent it: chunks of earlier turns stand nowhere. They are known to
+        the next turn nevertheless."""
+        messages = tuple(replace(message, chunks=()) for message in self.messages)
+        return Talk(messages, self._store, self._key, self._turns, self._recognised)
+
     def held(self, chunks: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Which of these chunks stand in the history."""
-        if self._store is None or self._key is None:
+        if self._store is None or self._key is None or not self.holds_chunks:
             return []
         return self._store.held(self._key, self._turns, chunks)
 
