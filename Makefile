@@ -9,6 +9,8 @@ CLIENTS := .venv-clients
 WEBUI := .venv-openwebui
 # modules are compiled when they are first imported: most of what torch brings never is
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# which needs what is compiled to be kept: else every process that the tests start does it again
+unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 

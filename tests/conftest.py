@@ -1,10 +1,13 @@
 """What every test may rely on: no hub, and subprocesses that find this checkout's package."""
 
 import os
+import ssl
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,28 @@ def no_waiting_for_quiet() -> Iterator[None]:
     """Chunks that come back are stored as soon as no answer is in the making."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvweave.app.background.QUIET_S", 0.0)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_bundle_of_certificates() -> Iterator[None]:
+    """Clients of httpx share what each of them would read anew, for plain HTTP too: all authorities
+    of the web, 40 ms of a core. Contexts that are made in any other way are not touched."""
+    bundles = {os.environ.get("SSL_CERT_FILE")}
+    with suppress(ImportError):  # a machine that runs the tests of the GPU alone
+        import certifi
+
+        bundles.add(certifi.where())
+    make = ssl.create_default_context
+    shared = cache(lambda bundle: make(cafile=bundle))
+
+    def make_or_share(*args: Any, **options: Any) -> ssl.SSLContext:
+        if not args and options.keys() == {"cafile"} and options["cafile"] in bundles:
+            return shared(options["cafile"])
+        return make(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", make_or_share)
         yield
 
 

@@ -252,10 +252,11 @@ def test_a_truncated_gguf_is_one_line(
     assert "cut.gguf" in refused(run("ask", "q", "--model", tmp_path / "cut.gguf"))
 
 
-def test_the_same_as_a_process(run_alone: Run) -> None:
+def test_the_same_as_a_process(run: Run, run_alone: Run) -> None:
     ran = run_alone("ask", "q", "--model", "no-such")
     assert "no model 'no-such'" in refused(ran)
-    assert "no-such.txt" in refused(run_alone("ask", "q", "--file", "no-such.txt"))
+    assert ran == run("ask", "q", "--model", "no-such"), "so what is told here is told there"
+    assert "no-such.txt" in refused(run("ask", "q", "--file", "no-such.txt"))
 
 
 def test_control_c_is_quiet(tmp_path: Path) -> None:

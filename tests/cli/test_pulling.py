@@ -52,11 +52,13 @@ def test_a_default_that_cannot_be_had_is_replaced_and_said_so(put: Put, run_alon
 
 
 @pytest.mark.parametrize("how", ["flag", "variable"])
-def test_a_model_that_was_named_is_refused_in_one_line(how: str, put: Put, run_alone: Run) -> None:
+def test_a_model_that_was_named_is_refused_in_one_line(
+    how: str, put: Put, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(FALLBACK)
-    named = {"flag": ["--model", DEFAULT], "variable": []}[how]
-    variables = {"flag": {}, "variable": {"KVWEAVE_MODEL": DEFAULT}}[how]
-    ran = run_alone("ask", "how?", *named, **variables)
+    if how == "variable":
+        monkeypatch.setenv("KVWEAVE_MODEL", DEFAULT)
+    ran = run("ask", "how?", *(["--model", DEFAULT] if how == "flag" else []))
     assert (ran.code, ran.out) == (2, "")
     last = ran.err.splitlines()[-1]
     assert last.startswith(f"kvweave: {DEFAULT} can be had from no source: hub Qwen/")

@@ -95,9 +95,20 @@ def test_computed_anew_nothing_is_rounded(world: World) -> None:
         assert ticket.record.chunks[0].state is State.EXACT
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[int, tuple[list[list[int]], list[list[int]]]]:
+    """By seed, the answers of each alone, from codes and from copies: the same for every pool."""
+    return {}
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("pages", [24, 40, 256])
-def test_a_crowd_gets_the_answers_of_each_alone(world: World, seed: int, pages: int) -> None:
+def test_a_crowd_gets_the_answers_of_each_alone(
+    world: World,
+    known: dict[int, tuple[list[list[int]], list[list[int]]]],
+    seed: int,
+    pages: int,
+) -> None:
     """In pools so small that chunks push each other out and requests lose their pages, or have room
     for copies alone."""
     rng = random.Random(seed)
@@ -112,7 +123,9 @@ def test_a_crowd_gets_the_answers_of_each_alone(world: World, seed: int, pages: 
         with Engine(world.decoder, cfg) as engine:
             return [answer(engine.submit(request)) for request in requests]
 
-    want, copied = alone(CODED), alone(SMALL)
+    if seed not in known:
+        known[seed] = alone(CODED), alone(SMALL)
+    want, copied = known[seed]
     with Engine(world.decoder, replace(CODED, pool_tokens=4 * pages)) as engine:
         tickets = [engine.submit(request) for request in requests]
         found = [answer(ticket) for ticket in tickets]

@@ -58,11 +58,15 @@ def test_the_schema_names_every_route_and_no_422(weave: Weave) -> None:
         "/healthz",
         "/readyz",
     } <= set(schema["paths"])
+    refusal = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorReply"}}}
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             assert "422" not in operation["responses"], path
             if path.startswith("/v1"):
                 assert {"401", "500"} <= set(operation["responses"]), path
+                assert operation["responses"]["401"]["content"] == refusal, path
+    detail = schema["components"]["schemas"]["ErrorReply"]["properties"]["error"]["$ref"]
+    assert detail.removeprefix("#/components/schemas/") in schema["components"]["schemas"]
     assert "HTTPValidationError" not in schema["components"]["schemas"]
 
 
