@@ -26,22 +26,15 @@ from torch import Tensor
 
 from kvweave import paths
 from kvweave.kernels.attention import attend
+from kvweave.kernels.dim_choice import best_dims
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.products import FLOAT32, IntegerRows
+from kvweave.kernels.product_ways import ProductWays
+from kvweave.kernels.products import FLOAT32
 from kvweave.kernels.rope import rotate
-from kvweave.kernels.rounded import (
-    SMALLEST,
-    RoundedWeight,
-    even_dims,
-    largest_of,
-    round_weight,
-    split_dims,
-)
 from kvweave.kernels.types import Segment
 from kvweave.model.decoder import Decoder
-from kvweave.model.product_ways import ProductWays
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import LayerWeights, RoundingCost, Weights
 
@@ -65,9 +58,6 @@ Question: who built the lighthouse? Answer: a father and his two daughters built
 Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
 """
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
-# How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
-EVENINGS = (None, 0.2, 0.35, 0.5, 0.65)
-TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
 HEAD_ROWS = 40  # whose logits are in memory at a time
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
 Powers = dict[str, str]  # "layer.product" → a letter for each dim, "m" for 2^0
@@ -198,7 +188,7 @@ class Rounding:
         """Columns and powers of two [I] of every dim, by `rows` [R, I] that went through the exact
         product, or as an earlier start found them."""
         if rows is not None:
-            parts, powers = _best_dims(linear, rows)
+            parts, powers = best_dims(linear, rows, extra_columns(rows.shape[1]))
             split = (parts > 1).nonzero()[:, 0].tolist()
             self._parts[key] = [(dim, int(parts[dim])) for dim in split]
             self._powers[key] = "".join(chr(ord("m") + power) for power in powers.tolist())
@@ -210,32 +200,6 @@ class Rounding:
             parts[dim] = count
         letters = self._notes.powers.get(key, "m" * dim_count)
         return parts, torch.tensor([ord(letter) - ord("m") for letter in letters])
-
-
-def _best_dims(linear: Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns and powers of two [I]: of EVENINGS the one that changes results least."""
-    largest, extra = rows.abs().amax(dim=0), extra_columns(rows.shape[1])
-    tried = rows[:: -(-len(rows) // TRIED_ROWS)]
-    weight = linear.weight[:: -(-len(linear.weight) // TRIED_CHANNELS)]
-    heaviest = largest_of(linear.weight, dim=0)
-    exact = tried @ weight.T
-    size = exact.square().mean(dim=1).clamp_min(SMALLEST)  # rows count alike
-    found: list[tuple[float, Tensor, Tensor]] = []
-    for evening in EVENINGS:
-        powers = torch.zeros(len(largest), dtype=torch.int64)
-        if evening is not None:
-            powers = even_dims(largest, heaviest, evening)
-        parts = split_dims(largest / torch.exp2(powers.float()), extra)
-        held = round_weight(weight, None, parts, powers)
-        apart = IntegerRows(held, _near_integers(held))(tried) - exact
-        found.append((float((apart.square().mean(dim=1) / size).mean()), parts, powers))
-    return min(found, key=lambda each: each[0])[1:]
-
-
-def _near_integers(weight: RoundedWeight) -> Callable[[Tensor], Tensor]:
-    """As plain_integers, with sums in float32: near enough to tell what rounding changes."""
-    codes = weight.codes.float().T
-    return lambda x: (x.floor_() @ codes).mul_(weight.scale)
 
 
 class _Streams:
