@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvweave.kernels.linear import Linear
+from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.products import IntegerRows
 from kvweave.kernels.rounded import (
     SMALLEST,
@@ -22,6 +22,20 @@ from kvweave.kernels.rounded import (
     split_dims,
 )
 
+# Prose, dialogue, figures and code: what a prompt is made of.
+TEXT = """The ferry leaves the harbour at 6:40 and reaches the island before eight, unless the wind
+comes from the north. "You could wait for the noon boat," said the woman behind the counter, "but
+then the museum will be closed." We took the early one. Of the 212 seats only nineteen were taken.
+The lighthouse, built in 1874 by a father and his two daughters, is 31 metres high; its lamp was
+turned by hand until electricity came. To compute the average height of all towers on the coast:
+
+def mean(values: list[float]) -> float:
+    total = sum(values)
+    return total / len(values) if values else 0.0
+
+Question: who built the lighthouse? Answer: a father and his two daughters built it in 1874.
+Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
+"""
 # How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
 EVENINGS = (None, 0.2, 0.35, 0.5, 0.65)
 TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
@@ -52,3 +66,19 @@ def _near_integers(weight: RoundedWeight) -> Callable[[Tensor], Tensor]:
     """As plain_integers, with sums in float32: near enough to tell what rounding changes."""
     codes = weight.codes.float().T
     return lambda x: (x.floor_() @ codes).mul_(weight.scale)
+
+
+class Tap:
+    """A product that keeps what went into it."""
+
+    def __init__(self, product: Projection) -> None:
+        self._product = product
+        self.rows = torch.zeros(0)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        self.rows = x.clone()
+        return self._product(x, out)
+
+    def add_to(self, h: Tensor, x: Tensor) -> None:
+        self.rows = x.clone()
+        self._product.add_to(h, x)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvweave import paths
 from kvweave.kernels.attention import attend
-from kvweave.kernels.dim_choice import best_dims
+from kvweave.kernels.dim_choice import TEXT, Tap, best_dims
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.product_probe import extra_columns
@@ -43,20 +43,6 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 RANDOM_TOKENS = 96
 TEXT_TOKENS = 160
-# Prose, dialogue, figures and code: what a prompt is made of.
-TEXT = """The ferry leaves the harbour at 6:40 and reaches the island before eight, unless the wind
-comes from the north. "You could wait for the noon boat," said the woman behind the counter, "but
-then the museum will be closed." We took the early one. Of the 212 seats only nineteen were taken.
-The lighthouse, built in 1874 by a father and his two daughters, is 31 metres high; its lamp was
-turned by hand until electricity came. To compute the average height of all towers on the coast:
-
-def mean(values: list[float]) -> float:
-    total = sum(values)
-    return total / len(values) if values else 0.0
-
-Question: who built the lighthouse? Answer: a father and his two daughters built it in 1874.
-Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
-"""
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 HEAD_ROWS = 40  # whose logits are in memory at a time
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
@@ -224,7 +210,7 @@ class _Streams:
     def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
         """Run the exact layer; the rows that went into it, by product."""
         taps: dict[str, Any] = {
-            name: _Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
+            name: Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
         }
         self._h = self._through(replace(layer, **taps), self._h)
         return {name: tap.rows for name, tap in taps.items()}
@@ -264,19 +250,3 @@ class _Streams:
     def _decoder(self, layer: LayerWeights | None, final_norm: Tensor, head: Projection) -> Decoder:
         layers = () if layer is None else (layer,)
         return Decoder(self._spec, Weights(self._embedding, layers, final_norm, head, ""))
-
-
-class _Tap:
-    """A product that keeps what went into it."""
-
-    def __init__(self, product: Projection) -> None:
-        self._product = product
-        self.rows = torch.zeros(0)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        self.rows = x.clone()
-        return self._product(x, out)
-
-    def add_to(self, h: Tensor, x: Tensor) -> None:
-        self.rows = x.clone()
-        self._product.add_to(h, x)
