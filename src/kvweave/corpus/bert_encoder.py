@@ -124,7 +124,7 @@ class BertEncoder:
         read = [each.ids for each in self._tokenizer.encode_batch(list(texts))]
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with torch.inference_mode():
-            for batch in _batches([len(ids) for ids in read], batch_size, self._most_rows):
+            for batch in batches([len(ids) for ids in read], batch_size, self._most_rows):
                 found = self._embed([read[i] for i in batch], self._products)
                 vectors[batch] = found.cpu().numpy()
         return vectors
@@ -160,7 +160,8 @@ class BertEncoder:
 
         qkv, out, widen, narrow = (products[name] for name in _products(layer))
         rows = qkv(x).view(len(x), 3, self._num_heads, -1)
-        out.add_to(x, _attend(rows, lengths).reshape(x.shape))
+        attend = attend_padded if x.is_cuda else attend_each
+        out.add_to(x, attend(rows, lengths).reshape(x.shape))
         x = self._norm(x, f"{layer}attention.output.LayerNorm")
         narrow.add_to(x, F.gelu(widen(x)))
         return self._norm(x, f"{layer}output.LayerNorm")
@@ -209,29 +210,34 @@ def _products(layer: str) -> tuple[str, str, str, str]:
     )
 
 
-def _attend(rows: "Tensor", lengths: list[int]) -> "Tensor":
+def attend_each(rows: "Tensor", lengths: list[int]) -> "Tensor":
     """[R, H, D]: every row over all rows of its text, out of queries, keys and values
     [R, 3, H, D]."""
     import torch
     from torch.nn import functional as F
 
-    if not rows.is_cuda:
-        seen = torch.empty_like(rows[:, 0])
-        for text, place in zip(torch.split(rows, lengths), torch.split(seen, lengths), strict=True):
-            q, k, v = text.permute(1, 2, 0, 3)[:, None]  # [1, H, T, D]
-            place.copy_(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
-        return seen
-    # a call for each text would leave a GPU waiting: padded to the longest
+    seen = torch.empty_like(rows[:, 0])
+    for text, place in zip(torch.split(rows, lengths), torch.split(seen, lengths), strict=True):
+        q, k, v = text.permute(1, 2, 0, 3)[:, None]  # [1, H, T, D]
+        place.copy_(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+    return seen
+
+
+def attend_padded(rows: "Tensor", lengths: list[int]) -> "Tensor":
+    """The same in one call, padded to the longest: calls for each text leave a GPU waiting."""
+    import torch
+    from torch.nn import functional as F
+
     here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, T]
     here = here.to(rows.device)
     padded = rows.new_zeros(*here.shape, *rows.shape[1:])
     padded[here] = rows
     q, k, v = padded.permute(2, 0, 3, 1, 4)  # [B, H, T, D]
-    found: Tensor = F.scaled_dot_product_attention(q, k, v, attn_mask=here[:, None, None])
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=here[:, None, None])
     return found.transpose(1, 2)[here]
 
 
-def _batches(lengths: Sequence[int], size: int, most_rows: int | None) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], size: int, most_rows: int | None) -> Iterator[list[int]]:
     """Indices of texts, longest first, up to `size` at a time and, if more than one, `most_rows`
     tokens."""
     most = most_rows or sum(lengths)
