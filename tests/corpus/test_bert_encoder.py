@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvweave.corpus import bert_rounding
 from kvweave.corpus.bert_encoder import (
     BertEncoder,
     BertFolder,
@@ -21,11 +20,8 @@ from kvweave.corpus.bert_encoder import (
     batches,
 )
 from kvweave.corpus.embedder import SentenceEmbedder
-from kvweave.kernels.product_probe import ROWS, Shape, Times
-from kvweave.kernels.product_ways import ProductWays
-from kvweave.kernels.products import FLOAT32
 from kvweave.model.files.locate import locate
-from worlds.tiny_embedder import make_embedder_folder
+from worlds.tiny_embedder import PROSE, make_embedder_folder
 
 TEXTS = [
     "Drain the node.",
@@ -37,15 +33,6 @@ TEXTS = [
     "an unbroken " + "x" * 400,
     "the node " * 300,  # longer than any window
     *(f"text {i} " + "the drained node is evicted and comes back " * (i % 9) for i in range(40)),
-]
-
-PROSE = [
-    "The ferry leaves the harbour at 6:40 and reaches the island before eight.",
-    "Drain the node.",
-    "How do I evict a pod that was drained?",
-    "Chunk KV is computed behind the preamble, and keys are stored before rotation. " * 8,
-    "Kubernetes marks the node as unschedulable; pods are evicted one by one. " * 15,
-    "def mean(values): return sum(values) / len(values)",
 ]
 
 
@@ -94,24 +81,6 @@ def test_an_instruction_is_read_as_sentence_transformers_reads_it(tiny: Path) ->
     np.testing.assert_allclose(embedder.embed_query("drain"), theirs[0], atol=1e-5)
 
 
-def fast_integers(tmp_path: Path) -> ProductWays:
-    """Ways of a machine on which the plain integer product is the fastest."""
-
-    def measure(shape: Shape) -> Times:
-        return {FLOAT32: dict.fromkeys(ROWS, 1.0), "int8 rows, int_mm": dict.fromkeys(ROWS, 0.1)}
-
-    return ProductWays(tmp_path / "products.json", machine="a", measure=measure)
-
-
-def in_8_bits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BertEncoder:
-    """An encoder whose products are all rounded, whatever this machine and its size say."""
-    monkeypatch.setattr(bert_rounding, "LEAST_WEIGHTS", 0)
-    monkeypatch.setattr(bert_rounding, "ProductWays", lambda: fast_integers(tmp_path))
-    read = BertFolder.read(folder)
-    assert read is not None
-    return BertEncoder(read, "cpu", weights="auto")
-
-
 @pytest.fixture(scope="module")
 def exact() -> BertEncoder:
     read = BertFolder.read(minilm())
@@ -119,60 +88,10 @@ def exact() -> BertEncoder:
     return BertEncoder(read, "cpu")
 
 
-def test_vectors_in_8_bits_are_near_the_exact_ones(
-    exact: BertEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounded = in_8_bits(minilm(), tmp_path, monkeypatch)
-    assert len(rounded.ways) == 24, "every product of six layers"
-    assert rounded.weights_words == "24 of 24 products in 8 bits (int8 rows, int_mm)"
-    assert exact.weights_words == "float32"
-    found, right = rounded.encode(PROSE, 8), exact.encode(PROSE, 8)
-    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1.0, atol=1e-5)
-    cosines = (found * right).sum(axis=1)
-    assert cosines.min() > 0.997, cosines
-    assert cosines.mean() > 0.9985, cosines
-    assert cosines.min() < 1 - 1e-5, "it is rounded"
-
-
-def test_a_vector_in_8_bits_is_the_same_to_the_last_bit_whatever_is_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rounded = in_8_bits(minilm(), tmp_path, monkeypatch)
-    together = rounded.encode(PROSE, 32)
-    np.testing.assert_array_equal(rounded.encode(PROSE[::-1], 3), together[::-1])
-    for text, vector in zip(PROSE, together, strict=True):
-        np.testing.assert_array_equal(rounded.encode([text], 32)[0], vector)
-
-
 def test_an_exact_vector_hardly_depends_on_what_is_beside_it(exact: BertEncoder) -> None:
     together = exact.encode(PROSE, 32)
     alone = np.concatenate([exact.encode([text], 32) for text in PROSE])
     np.testing.assert_allclose(together, alone, atol=1e-6)
-
-
-def test_a_small_model_is_not_worth_measuring(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> ProductWays:
-        raise AssertionError("products were measured")
-
-    monkeypatch.setattr(bert_rounding, "ProductWays", refuse)
-    read = BertFolder.read(tiny)
-    assert read is not None
-    assert BertEncoder(read, "cpu", weights="auto").weights_words == "float32"
-
-
-def test_products_stay_exact_where_float32_is_faster(
-    exact: BertEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(shape: Shape) -> Times:
-        return {FLOAT32: dict.fromkeys(ROWS, 1.0), "int8 rows, int_mm": dict.fromkeys(ROWS, 2.0)}
-
-    ways = ProductWays(tmp_path / "products.json", machine="a", measure=slow)
-    monkeypatch.setattr(bert_rounding, "ProductWays", lambda: ways)
-    read = BertFolder.read(minilm())
-    assert read is not None
-    encoder = BertEncoder(read, "cpu", weights="auto")
-    assert encoder.weights_words == "float32"
-    np.testing.assert_array_equal(encoder.encode(PROSE, 8), exact.encode(PROSE, 8))
 
 
 def test_padding_for_a_gpu_changes_nothing() -> None:
