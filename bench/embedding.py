@@ -35,7 +35,8 @@ from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 
 PARTS = ("recall", "times")
-QUESTIONS = {"squad": 600, "hotpotqa": 300, "nq": 600}  # one of HotpotQA brings ten passages
+QUESTIONS = {"squad": 600, "hotpotqa": 300, "nq": 500}
+DISTRACTED = 155  # of HotpotQA, whose eight wrong passages are in the pool too
 FIGURES = ("recall@1", "recall@5", "recall@10", "mrr")
 DRAWS = 4000
 SEED = 0
@@ -88,12 +89,14 @@ def read_kinds(data: Path) -> tuple[Pool, list[Kind]]:
         for record in read_jsonl(data / file):
             if len(kind.texts) == QUESTIONS[name]:
                 break
-            places = [pool.place(p["title"], p["text"]) for p in record["passages"]]
-            supporting = [p.get("is_supporting", True) for p in record["passages"]]
+            gold = set()
+            for passage in record["passages"]:
+                is_gold = passage.get("is_supporting", True)
+                if is_gold or len(kind.texts) < DISTRACTED:
+                    place = pool.place(passage["title"], passage["text"])
+                    gold |= {place} if is_gold else set()
             kind.texts.append(record["question"])
-            kind.gold.append(
-                {at for at, is_gold in zip(places, supporting, strict=True) if is_gold}
-            )
+            kind.gold.append(gold)
         kinds.append(kind)
     return pool, kinds
 

@@ -19,7 +19,7 @@ from kvweave.kernels.product_ways import ProductWays
 from kvweave.kernels.products import FLOAT32
 from kvweave.kernels.rounded import split_dims
 
-LEAST_WEIGHTS = 4 << 20  # of all products: fewer are fast enough, and not worth measuring
+LEAST_WEIGHTS = 4_000_000  # of all products: fewer are fast enough, and not worth measuring
 LEAST_EXTRA = 64  # columns that the large dims of a product are split into, or as a decoder's are
 LEAST_ROWS = 8  # tokens that a text has, about: what takes longer with fewer does not matter
 
