@@ -28,12 +28,13 @@ from common.files import REPO, read_jsonl
 from common.measuring import alternate, medians
 from common.results import finish, result_header
 from common.vector_cache import cached_vectors
+from kvweave.cli.knowledge_bases import find_tokenizer
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import SentenceEmbedder, Vectors
 from kvweave.corpus.parsers import ParseLimits, parse
 from kvweave.model.files.locate import locate
-from kvweave.text.tokenizer import Tokenizer
 
+MODEL = "qwen2.5-coder-0.5b"  # kvweave's default
 PARTS = ("recall", "times")
 QUESTIONS = {"squad": 600, "hotpotqa": 300, "nq": 500}
 DISTRACTED = 155  # of HotpotQA, whose eight wrong passages are in the pool too
@@ -186,9 +187,8 @@ LABELS = {
 
 
 def doc_chunks() -> list[str]:
-    """As `kvweave ingest docs/` cuts them with the small default model."""
-    tokenizer = Tokenizer(locate("smollm2"))
-    chunker = Chunker(tokenizer)
+    """As `kvweave ingest docs/` cuts them for the default model."""
+    chunker = Chunker(find_tokenizer(MODEL))
     texts = []
     for path in sorted((REPO / "docs").rglob("*.md")):
         for record in parse(path, path.read_bytes(), ParseLimits()):
