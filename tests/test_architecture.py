@@ -27,7 +27,7 @@ ROOMS: dict[str, set[str]] = {
     "kernels": {"kernels/gpu", "kernels/native"},
     "kernels/gpu": {"kernels"},
     "kernels/native": {"kernels"},
-    "corpus": {"text"},
+    "corpus": {"text", "kernels"},
     "model": {"kernels", "kernels/gpu", "kernels/native", "model/files"},
     "model/files": set(),
     "kv": {"kv/format", "kv/tiers"},

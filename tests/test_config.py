@@ -379,6 +379,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.app.question import NothingMode, SpeculationMode
+    from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.engine.config import SharedCodec
     from kvweave.gateway.config import Routing
@@ -387,6 +388,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
 
     known = {name: key.kind.known for name, key in known_keys().items() if key.kind.known}
     assert known == {
+        "library.embedder_weights": get_args(EncoderWeights),
         "library.background_kv": ("auto", "always", "never"),
         "library.retrieval": RETRIEVALS,
         "library.nothing_found": get_args(NothingMode),

@@ -17,7 +17,8 @@ SHARD = 512  # texts per file: a kill costs about ten seconds of work
 def cached_vectors(
     name: str, embedder: Embedder, texts: Sequence[str], embed: Callable[[Sequence[str]], Vectors]
 ) -> Vectors:
-    """Vectors of all `texts`. A shard is keyed by its texts and the embedder: never stale."""
+    """Vectors of all `texts`. A shard is keyed by its texts, the embedder and what rounds its
+    products: never stale."""
     folder = CACHE / "vectors" / name
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[Vectors] = []
@@ -35,7 +36,10 @@ def _shard(
     texts: Sequence[str],
     embed: Callable[[Sequence[str]], Vectors],
 ) -> Vectors:
-    key = hashlib.sha256("\0".join([embedder.identity, *texts]).encode()).hexdigest()[:24]
+    words = getattr(embedder, "weights_words", "float32")
+    rounded = () if words == "float32" else (words,)  # no part of the identity
+    made = "\0".join([embedder.identity, *rounded, *texts])
+    key = hashlib.sha256(made.encode()).hexdigest()[:24]
     path = folder / f"{key}.npy"
     if not path.is_file():
         temporary = path.with_suffix(f".{os.getpid()}.tmp")

@@ -119,6 +119,8 @@ class LibrarySettings(ConfigSection):
     """How knowledge bases are made and searched."""
 
     embedder: str = "minilm"  # of new knowledge bases; one that is there keeps its own
+    # of embedders that kvweave computes itself; auto: in 8 bits on a CPU where that is faster
+    embedder_weights: Literal["auto", "float32"] = "auto"
     encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
     extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never

@@ -115,7 +115,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
 def test_questions_are_asked_of_a_knowledge_base(
     run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda *_: WordEmbedder())
     with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder)) as kb:
         ingest(kb, [make_folder(tmp_path / "docs", 3)], None)
     (tmp_path / "q.txt").write_text("how do I drain a node?\nwhat is a taint?\n")
@@ -139,7 +139,7 @@ def test_questions_are_asked_of_a_knowledge_base(
 def test_a_quick_calibration_makes_its_own_questions_and_says_how_sure_it_is(
     run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda *_: WordEmbedder())
     with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder)) as kb:
         ingest(kb, [make_folder(tmp_path / "docs", 30)], None)
     asked = ["calibrate", "quick", "--kb", tmp_path / "kb", "--chunks", 3, "--limit", 20]
@@ -185,7 +185,7 @@ def encodings_of(model: Path) -> list[str]:
 def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared_with(
     run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda name: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda *_: WordEmbedder())
     kb_folder = tmp_path / "kb"
     with open_kb(kb_folder, Tokenizer(chat_model_folder)) as kb:
         ingest(kb, [make_folder(tmp_path / "docs", 3)], None)
@@ -271,7 +271,7 @@ def test_a_knowledge_base_of_one_chunk_leaves_nothing_to_measure(
     monkeypatch: pytest.MonkeyPatch,
     num_documents: int,
 ) -> None:
-    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda _: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.knowledge_bases.find_embedder", lambda *_: WordEmbedder())
     with open_kb(tmp_path / "kb", Tokenizer(chat_model_folder), chunk_tokens=480) as kb:
         ingest(kb, [make_folder(tmp_path / "docs", num_documents)], None)
     (tmp_path / "q.txt").write_text("How is a node drained?\n")

@@ -102,7 +102,7 @@ def near_kb(
     """A knowledge base with chunk KV behind neighbours, made from the command line."""
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
     for module in ("ingest", "knowledge_bases"):
-        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda _: WordEmbedder())
+        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda *_: WordEmbedder())
     monkeypatch.setattr(
         "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
     )

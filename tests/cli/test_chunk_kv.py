@@ -72,7 +72,7 @@ class World:
 
 @pytest.fixture
 def world(run: Run, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda *_: WordEmbedder())
     monkeypatch.setattr(
         "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
     )

@@ -19,7 +19,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_tokenizer(tmp_path / "model")
     make_folder(tmp_path / "docs", 3)
     for module in ("ingest", "docs"):
-        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda name: WordEmbedder())
+        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda *_: WordEmbedder())
     return tmp_path
 
 

@@ -194,7 +194,7 @@ def test_an_encoding_in_the_file_asks_for_no_kv(
 
     named: list[str] = []
 
-    def find_embedder(name: str) -> WordEmbedder:
+    def find_embedder(name: str, _weights: str) -> WordEmbedder:
         named.append(name)
         return WordEmbedder()
 

@@ -77,9 +77,9 @@ def test_a_knowledge_base_of_the_old_default_says_how_to_open_it(
 ) -> None:
     put(FALLBACK)
     put(DEFAULT, tokenizer_tail="\n")  # another fingerprint, so another tokenizer
-    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda *_: WordEmbedder())
     opened = "kvweave.app.library.library.open_sentence_embedder"
-    monkeypatch.setattr(opened, lambda _: WordEmbedder())
+    monkeypatch.setattr(opened, lambda *_: WordEmbedder())
     (tmp_path / "a.md").write_text("The zorb is 14 cm wide.")
     kb = ("--kb", tmp_path / "kb")
     assert run("ingest", tmp_path / "a.md", *kb, "--model", FALLBACK).code == 0

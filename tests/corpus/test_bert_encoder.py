@@ -10,11 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from kvweave.corpus.bert_encoder import BertEncoder, BertFolder
+from kvweave.corpus.bert_encoder import (
+    BertEncoder,
+    BertFolder,
+    attend_each,
+    attend_padded,
+    batches,
+)
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.model.files.locate import locate
-from worlds.tiny_embedder import make_embedder_folder
+from worlds.tiny_embedder import PROSE, make_embedder_folder
 
 TEXTS = [
     "Drain the node.",
@@ -72,6 +79,34 @@ def test_an_instruction_is_read_as_sentence_transformers_reads_it(tiny: Path) ->
     assert embedder.instructions.query == "query: "
     theirs = embedder.model.encode(["drain"], prompt="query: ", normalize_embeddings=True)
     np.testing.assert_allclose(embedder.embed_query("drain"), theirs[0], atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def exact() -> BertEncoder:
+    read = BertFolder.read(minilm())
+    assert read is not None
+    return BertEncoder(read, "cpu")
+
+
+def test_an_exact_vector_hardly_depends_on_what_is_beside_it(exact: BertEncoder) -> None:
+    together = exact.encode(PROSE, 32)
+    alone = np.concatenate([exact.encode([text], 32) for text in PROSE])
+    np.testing.assert_allclose(together, alone, atol=1e-6)
+
+
+def test_padding_for_a_gpu_changes_nothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [7, 3, 3, 1]
+    rows = torch.randn(sum(lengths), 3, 2, 8, generator=generator)
+    np.testing.assert_allclose(attend_padded(rows, lengths), attend_each(rows, lengths), atol=1e-6)
+
+
+def test_batches_hold_every_text_once_within_their_bounds() -> None:
+    lengths = [5, 300, 2, 2000, 7, 300, 300]
+    found = list(batches(lengths, 2, 600))
+    assert found == [[3], [1, 5], [6, 4], [0, 2]]
+    assert list(batches([3, 3, 3], 2, None)) == [[0, 1], [2]]
+    assert list(batches([], 2, 600)) == []
 
 
 def _set(file: str, **values: Any) -> Callable[[Path], None]:

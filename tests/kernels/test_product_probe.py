@@ -45,6 +45,15 @@ def test_a_row_is_the_same_beside_others_so_it_is_integers_for_all_or_for_none()
     assert choose_ways(times) == (FAST,) * len(ROWS)
 
 
+def test_what_is_lost_with_fewer_rows_than_there_ever_are_does_not_count() -> None:
+    times = {FLOAT32: dict.fromkeys(ROWS, 1.0), FAST: {1: 1.5, 8: 0.5, 64: 0.5, 512: 0.5}}
+    assert choose_ways(times) == (FLOAT32,) * len(ROWS)
+    assert choose_ways(times, least_rows=8) == (FAST,) * len(ROWS)
+    assert choose_ways(times, least_rows=1) == (FLOAT32,) * len(ROWS)
+    times[FAST][8] = 1.5
+    assert choose_ways(times, least_rows=8) == (FLOAT32,) * len(ROWS)
+
+
 def test_every_way_that_works_here_is_timed_and_float32_for_all_rows() -> None:
     times = measure_ways(SMALL)
     assert set(times[FLOAT32]) == set(ROWS)

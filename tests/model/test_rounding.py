@@ -10,12 +10,12 @@ import torch
 from kvweave.kernels.native import loading
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.product_probe import ROWS, Shape, Times
+from kvweave.kernels.product_ways import ProductWays
 from kvweave.kernels.products import FLOAT32, WAYS
 from kvweave.model import load
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.load import AUTO_KL, load_decoder
-from kvweave.model.product_ways import ProductWays
 from kvweave.model.rounding import Rounding, RoundingNotes, load_notes, notes_path, save_notes
 from kvweave.model.rows import Rows
 from kvweave.model.spec import read_spec

@@ -117,7 +117,7 @@ def _main() -> None:
         from worlds.tiny_corpus import WordEmbedder
 
         ingest = importlib.import_module("kvweave.cli.ingest")
-        ingest.find_embedder = lambda _: WordEmbedder()  # type: ignore[attr-defined]
+        ingest.find_embedder = lambda *_: WordEmbedder()  # type: ignore[attr-defined]
     if PATIENCE in os.environ:
         interrupts = importlib.import_module("kvweave.cli.interrupts")
         interrupts.PATIENCE_S = float(os.environ[PATIENCE])  # type: ignore[attr-defined]

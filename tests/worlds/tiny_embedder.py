@@ -16,6 +16,15 @@ WORDS = [
     "query",
     ":",
 ]
+# short and long, of several kinds
+PROSE = [
+    "The ferry leaves the harbour at 6:40 and reaches the island before eight.",
+    "Drain the node.",
+    "How do I evict a pod that was drained?",
+    "Chunk KV is computed behind the preamble, and keys are stored before rotation. " * 8,
+    "Kubernetes marks the node as unschedulable; pods are evicted one by one. " * 15,
+    "def mean(values): return sum(values) / len(values)",
+]
 
 
 def make_embedder_folder(

@@ -11,12 +11,12 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
 from kvweave.kernels.freed_memory import keep_freed_memory
+from kvweave.kernels.product_ways import ways_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.default_model import default_model
 from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.model.product_ways import ways_path
 from kvweave.plan.profile import MachineProfile
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId

@@ -25,7 +25,7 @@ from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.answer.tool_answer import ToolAnswer
-from kvweave.app.library.library import DEFAULT_EMBEDDER, Library
+from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
 from kvweave.app.question import (
@@ -202,6 +202,7 @@ class Weave:
             options,
             embedder=embedder,
             new_embedder=config.library.embedder,
+            open_embedder=embedder_opener(config.library),
             promotion=config.library.promotion,
         )
         with ExitStack() as stack:  # an embedder that does not load leaves nothing open

@@ -207,7 +207,8 @@ def search_command(effective: EffectiveConfig, **arguments: Any) -> None:
     how = SearchOptions(library.retrieval, library.min_score, among, library.reranker)
     with KnowledgeBase.open(kb_folder, api_key=qdrant_api_key) as listing:
         is_by_words = how.retrieval == "words"
-        embedder = None if is_by_words else find_embedder(listing.settings.embedder)
+        name, weights = listing.settings.embedder, library.embedder_weights
+        embedder = None if is_by_words else find_embedder(name, weights)
     with KnowledgeBase.open(kb_folder, embedder=embedder, api_key=qdrant_api_key) as kb:
         if embedder is not None:
             embedder.embed_query("")  # loads the model: not part of the search

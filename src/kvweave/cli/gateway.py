@@ -73,6 +73,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     serve.need_extra()
     from kvweave.app.answer.answerer import AnswerSettings
     from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import remote_tiers
     from kvweave.gateway.config import GatewayConfig
     from kvweave.gateway.gateway import Gateway
@@ -98,7 +99,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
             settings=AnswerSettings.of(config),
             remotes=remote_tiers(config.store),
         )
-        libraries = Libraries(gateway, places)
+        opener = embedder_opener(config.library)
+        libraries = Libraries(gateway, places, open_embedder=opener)
         url = serve.url_of(server_config.host, listener.getsockname()[1])
         server = Server(
             gateway,

@@ -161,7 +161,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
     with KnowledgeBase.open(
         asked.kb_folder,
         tokenizer=find_tokenizer(config.model.model),
-        embedder=find_embedder(embedder),
+        embedder=find_embedder(embedder, config.library.embedder_weights),
         chunk_tokens=asked.chunk_tokens,
         index=asked.index,
         create=True,

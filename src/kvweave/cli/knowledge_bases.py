@@ -11,6 +11,7 @@ from kvweave.errors import CorpusError
 if TYPE_CHECKING:
     from kvweave.app.model_set import ModelSet
     from kvweave.app.weave import Weave
+    from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.embedder import Embedder
     from kvweave.text.tokenizer import Tokenizer
 
@@ -37,17 +38,18 @@ def find_tokenizer(model: str | None) -> "Tokenizer":
     return Tokenizer(locate(model))
 
 
-def find_embedder(name: str) -> "Embedder":
-    """A sentence-transformers folder, an embedded model, or a hub id (org/name)."""
+def find_embedder(name: str, weights: "EncoderWeights" = "auto") -> "Embedder":
+    """A sentence-transformers folder, an embedded model, or a hub id (org/name). `weights`: as
+    `library.embedder_weights`."""
     from kvweave.corpus.embedder import SentenceEmbedder
 
     if Path(name).is_dir():
-        return SentenceEmbedder(Path(name).resolve())
+        return SentenceEmbedder(Path(name).resolve(), weights=weights)
     if "/" in name:
-        return SentenceEmbedder(name)
+        return SentenceEmbedder(name, weights=weights)
     from kvweave.model.files.locate import locate
 
-    return SentenceEmbedder(locate(name), name=name)
+    return SentenceEmbedder(locate(name), name=name, weights=weights)
 
 
 def open_weave(*, config: WeaveConfig, kb: Path | None = None) -> "Weave":

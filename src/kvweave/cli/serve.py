@@ -182,6 +182,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     need_extra()
     from kvweave.app.libraries.libraries import Libraries
+    from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import check_store
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
@@ -200,7 +201,8 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         warn_if_open(server_config.host, has_keys=bool(keys))
         weave = open_models(config)
         weave.check_strategy(places.usual.reuse, places.usual.ratio)
-        libraries = Libraries(weave, places)
+        opener = embedder_opener(config.library)
+        libraries = Libraries(weave, places, open_embedder=opener)
         steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
         if server_config.kb_root is not None or libraries.has_some():
             # else nothing is fused at first: idle time measures once something is

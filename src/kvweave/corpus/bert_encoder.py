@@ -5,20 +5,22 @@ sentence-transformers for that takes longer than to answer the first question; t
 same folder and gives the same vectors. `BertFolder.read` takes only what it computes exactly;
 any other folder is None, and sentence-transformers has it.
 
-Shapes: B texts of a batch, T tokens of the longest, E width, H heads, D width of a head.
+Shapes: B texts of a batch, R tokens of all of them, T of the longest, E width, H heads, D width of
+a head.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from torch import Tensor
+
+    from kvweave.kernels.linear import Linear, Projection
 
 MODULES = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 # what an absent key means → the only value that is computed here
@@ -30,6 +32,9 @@ BERT = {
     "add_cross_attention": (False, False),
     "architectures": (["BertModel"], ["BertModel"]),
 }
+EncoderWeights = Literal["auto", "float32"]
+BATCH_ROWS = 1024  # what lies between two products stays in the cache: Neoverse-N1, MiniLM
+QKV = "qkv"  # query, key and value in one product
 HEAD = ("pooler.", "embeddings.position_ids")  # tensors that vectors do not depend on
 
 
@@ -66,83 +71,111 @@ class BertFolder(NamedTuple):
 
 
 class BertEncoder:
-    """Texts to vectors of length one. Any thread, one call at a time."""
+    """Texts to vectors of length one. Any thread, one call at a time.
 
-    def __init__(self, folder: BertFolder, device: str | None = None) -> None:
-        """Reads the weights. `device` None is CUDA where there is one."""
+    Rows of a batch lie one behind the other, without padding, and only attention knows where a text
+    ends. So a vector does not depend on the texts beside it: in 8 bits on a CPU to the last bit, in
+    float32 up to the order of its sums.
+    """
+
+    def __init__(
+        self, folder: BertFolder, device: str | None = None, *, weights: EncoderWeights = "float32"
+    ) -> None:
+        """Reads the weights. `device` None is CUDA where there is one. `weights`: "auto" multiplies
+        in 8 bits on a CPU, where that is faster (bert_rounding.py)."""
         import torch
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
 
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        weights = load_file(folder.path / "model.safetensors", device=device)
-        self._weights = {k: v.float() for k, v in weights.items() if not k.startswith(HEAD)}
-        self._num_layers = int(folder.config["num_hidden_layers"])
+        tensors = load_file(folder.path / "model.safetensors", device=device)
+        self._weights = {k: v.float() for k, v in tensors.items() if not k.startswith(HEAD)}
         self._num_heads = int(folder.config["num_attention_heads"])
         self._eps = float(folder.config.get("layer_norm_eps", 1e-12))
-        for layer in range(self._num_layers):
-            self._join_projections(f"encoder.layer.{layer}.attention.self.")
         self.dim = int(folder.config["hidden_size"])
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(folder.path / "tokenizer.json"))
         self._tokenizer.no_padding()  # a file may ask for both, for another length
         self._tokenizer.enable_truncation(folder.max_tokens)
+        self._layers = [
+            f"encoder.layer.{layer}." for layer in range(int(folder.config["num_hidden_layers"]))
+        ]
+        exact = {name: self._linear(name) for layer in self._layers for name in _products(layer)}
+        self._products: Mapping[str, Projection] = exact
+        self.ways: Mapping[str, tuple[str, ...]] = {}  # of products that are rounded, by name
+        is_on_cpu = device == "cpu"
+        self._most_rows = BATCH_ROWS if is_on_cpu else None
+        if weights == "auto" and is_on_cpu:
+            from kvweave.corpus.bert_rounding import round_products
+
+            self._products, self.ways = round_products(exact, self._sample)
+
+    @property
+    def weights_words(self) -> str:
+        """How products are computed, in words."""
+        if not self.ways:
+            return "float32"
+        ways = ", ".join(sorted({name for names in self.ways.values() for name in names}))
+        return f"{len(self.ways)} of {len(self._products)} products in 8 bits ({ways})"
 
     def encode(self, texts: Sequence[str], batch_size: int) -> NDArray[np.float32]:
         """[N, E] in the order of `texts`. Texts of like length are computed together."""
         import torch
 
-        read = self._tokenizer.encode_batch(list(texts))
+        read = [each.ids for each in self._tokenizer.encode_batch(list(texts))]
         vectors = np.empty((len(texts), self.dim), dtype=np.float32)
         with torch.inference_mode():
-            for batch in _batches([len(each.ids) for each in read], batch_size):
-                vectors[batch] = self._embed([read[i] for i in batch]).cpu().numpy()
+            for batch in batches([len(ids) for ids in read], batch_size, self._most_rows):
+                found = self._embed([read[i] for i in batch], self._products)
+                vectors[batch] = found.cpu().numpy()
         return vectors
 
     def num_tokens(self, text: str) -> int:
         """Of a text, with the two around it."""
         return len(self._tokenizer.encode(text).ids)
 
-    def _embed(self, batch: "Sequence[Encoding]") -> "Tensor":
+    def _embed(
+        self, batch: Sequence[Sequence[int]], products: "Mapping[str, Projection]"
+    ) -> "Tensor":
         """[B, E]"""
         import torch
         from torch.nn import functional as F
 
         words = self._weights["embeddings.word_embeddings.weight"]
-        lengths = [len(each.ids) for each in batch]
-        longest = max(lengths)
-        ids = torch.zeros((len(batch), longest), dtype=torch.int64)  # [B, T]
-        for row, each in enumerate(batch):
-            ids[row, : len(each.ids)] = torch.tensor(each.ids)
-        mask = torch.arange(longest) < torch.tensor(lengths)[:, None]  # [B, T]
-        ids, mask = ids.to(words.device), mask.to(words.device)
-        x = F.embedding(ids, words)  # [B, T, E]
-        x = x + self._weights["embeddings.position_embeddings.weight"][:longest]
+        lengths = [len(ids) for ids in batch]
+        ids = torch.tensor([each for ids in batch for each in ids], device=words.device)  # [R]
+        places = torch.cat([torch.arange(length) for length in lengths]).to(words.device)
+        x = F.embedding(ids, words)  # [R, E]
+        x = x + self._weights["embeddings.position_embeddings.weight"][places]
         x = x + self._weights["embeddings.token_type_embeddings.weight"][0]
         x = self._norm(x, "embeddings.LayerNorm")
-        is_even = min(lengths) == longest  # no mask: attention has a faster way then
-        for layer in range(self._num_layers):
-            x = self._layer(x, None if is_even else mask[:, None, None], f"encoder.layer.{layer}.")
-        if not is_even:
-            x = x * mask[..., None]
-        return F.normalize(x.sum(dim=1), dim=-1)  # the mean, at length one
+        for layer in self._layers:
+            x = self._layer(x, lengths, layer, products)
+        sums = torch.stack([rows.sum(dim=0) for rows in torch.split(x, lengths)])
+        return F.normalize(sums, dim=-1)  # the mean, at length one
 
-    def _layer(self, x: "Tensor", mask: "Tensor | None", name: str) -> "Tensor":
+    def _layer(
+        self, x: "Tensor", lengths: list[int], layer: str, products: "Mapping[str, Projection]"
+    ) -> "Tensor":
         from torch.nn import functional as F
 
-        b, t, e = x.shape
-        qkv = self._linear(x, f"{name}attention.self.qkv")  # [B, T, 3E]
-        q, k, v = qkv.view(b, t, 3, self._num_heads, -1).permute(2, 0, 3, 1, 4)  # [B, H, T, D]
-        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        seen = seen.transpose(1, 2).reshape(b, t, e)
-        seen = self._linear(seen, f"{name}attention.output.dense")
-        x = self._norm(x + seen, f"{name}attention.output.LayerNorm")
-        wide = F.gelu(self._linear(x, f"{name}intermediate.dense"))
-        return self._norm(x + self._linear(wide, f"{name}output.dense"), f"{name}output.LayerNorm")
+        qkv, out, widen, narrow = (products[name] for name in _products(layer))
+        rows = qkv(x).view(len(x), 3, self._num_heads, -1)
+        attend = attend_padded if x.is_cuda else attend_each
+        out.add_to(x, attend(rows, lengths).reshape(x.shape))
+        x = self._norm(x, f"{layer}attention.output.LayerNorm")
+        narrow.add_to(x, F.gelu(widen(x)))
+        return self._norm(x, f"{layer}output.LayerNorm")
 
-    def _linear(self, x: "Tensor", name: str) -> "Tensor":
-        from torch.nn import functional as F
+    def _sample(self, products: "Mapping[str, Projection]") -> None:
+        """What rounding goes by: a text, and its lines as short ones."""
+        import torch
 
-        return F.linear(x, self._weights[f"{name}.weight"], self._weights[f"{name}.bias"])
+        from kvweave.kernels.dim_choice import TEXT
+
+        texts = [TEXT, *TEXT.splitlines()]
+        read = [each.ids for each in self._tokenizer.encode_batch(texts)]
+        with torch.inference_mode():
+            self._embed(read, products)
 
     def _norm(self, x: "Tensor", name: str) -> "Tensor":
         from torch.nn import functional as F
@@ -150,21 +183,74 @@ class BertEncoder:
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         return F.layer_norm(x, (self.dim,), weight, bias, self._eps)
 
-    def _join_projections(self, name: str) -> None:
-        """One product for query, key and value."""
+    def _linear(self, name: str) -> "Linear":
+        """A product; query, key and value are one."""
         import torch
 
-        for kind in ("weight", "bias"):
-            parts = [
-                self._weights.pop(f"{name}{part}.{kind}") for part in ("query", "key", "value")
-            ]
-            self._weights[f"{name}qkv.{kind}"] = torch.cat(parts)
+        from kvweave.kernels.linear import Linear
+
+        parts = [name]
+        if name.endswith(QKV):
+            parts = [name.removesuffix(QKV) + part for part in ("query", "key", "value")]
+        weight, bias = (
+            torch.cat([self._weights.pop(f"{part}.{kind}") for part in parts])
+            for kind in ("weight", "bias")
+        )
+        return Linear(weight, bias)
 
 
-def _batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Indices of texts, longest first, `size` at a time."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return (order[start : start + size] for start in range(0, len(order), size))
+def _products(layer: str) -> tuple[str, str, str, str]:
+    """Names of a layer's products, in their order."""
+    attention = f"{layer}attention."
+    return (
+        f"{attention}self.{QKV}",
+        f"{attention}output.dense",
+        f"{layer}intermediate.dense",
+        f"{layer}output.dense",
+    )
+
+
+def attend_each(rows: "Tensor", lengths: list[int]) -> "Tensor":
+    """[R, H, D]: every row over all rows of its text, out of queries, keys and values
+    [R, 3, H, D]."""
+    import torch
+    from torch.nn import functional as F
+
+    seen = torch.empty_like(rows[:, 0])
+    for text, place in zip(torch.split(rows, lengths), torch.split(seen, lengths), strict=True):
+        q, k, v = text.permute(1, 2, 0, 3)[:, None]  # [1, H, T, D]
+        place.copy_(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1))
+    return seen
+
+
+def attend_padded(rows: "Tensor", lengths: list[int]) -> "Tensor":
+    """The same in one call, padded to the longest: calls for each text leave a GPU waiting."""
+    import torch
+    from torch.nn import functional as F
+
+    here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, T]
+    here = here.to(rows.device)
+    padded = rows.new_zeros(*here.shape, *rows.shape[1:])
+    padded[here] = rows
+    q, k, v = padded.permute(2, 0, 3, 1, 4)  # [B, H, T, D]
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=here[:, None, None])
+    return found.transpose(1, 2)[here]
+
+
+def batches(lengths: Sequence[int], size: int, most_rows: int | None) -> Iterator[list[int]]:
+    """Indices of texts, longest first, up to `size` at a time and, if more than one, `most_rows`
+    tokens."""
+    most = most_rows or sum(lengths)
+    batch: list[int] = []
+    num_rows = 0
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batch and (len(batch) == size or num_rows + lengths[i] > most):
+            yield batch
+            batch, num_rows = [], 0
+        batch.append(i)
+        num_rows += lengths[i]
+    if batch:
+        yield batch
 
 
 def _json(path: Path) -> Any:

@@ -162,10 +162,11 @@ def _take_turns(
     return best
 
 
-def choose_ways(times: Times, *, doubtful: bool = False) -> tuple[str, ...]:
+def choose_ways(times: Times, *, doubtful: bool = False, least_rows: int = 1) -> tuple[str, ...]:
     """The way to take for each of ROWS: the fastest, in integers for all of them or in float32 for
     all, so that a row is the same whatever runs beside it. In integers only where they win with
-    many rows and lose with none; what they lose by `doubtful` times does not count.
+    many rows and lose with none; what they lose by `doubtful` times does not count, nor what they
+    lose with fewer than `least_rows`.
 
     Every way has a copy of the weights in memory, which takes time to make: one that is hardly
     faster than another that is taken anyway is not."""
@@ -175,7 +176,10 @@ def choose_ways(times: Times, *, doubtful: bool = False) -> tuple[str, ...]:
     for rows in ROWS:
         timed = {name: each[rows] for name, each in tried.items() if rows in each}
         best = min(timed, key=timed.__getitem__, default=FLOAT32)
-        if best == FLOAT32 or (timed[best] > LOSS * exact[rows] and not doubtful):
+        if best == FLOAT32:
+            return (FLOAT32,) * len(ROWS)
+        loses = rows >= least_rows and timed[best] > LOSS * exact[rows]
+        if loses and not doubtful:
             return (FLOAT32,) * len(ROWS)
         chosen.append(best)
     if tried[chosen[-1]][ROWS[-1]] > GAIN * exact[ROWS[-1]]:

@@ -9,9 +9,9 @@ import torch
 
 from kvweave.errors import ConfigError
 from kvweave.kernels.native.loading import native_kernels
+from kvweave.kernels.product_ways import ProductWays
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
-from kvweave.model.product_ways import ProductWays
 from kvweave.model.rounding import Rounding, load_notes
 from kvweave.model.spec import read_spec
 from kvweave.model.weights import load_weights

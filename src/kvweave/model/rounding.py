@@ -26,22 +26,15 @@ from torch import Tensor
 
 from kvweave import paths
 from kvweave.kernels.attention import attend
+from kvweave.kernels.dim_choice import TEXT, Tap, best_dims
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.products import FLOAT32, IntegerRows
+from kvweave.kernels.product_ways import ProductWays
+from kvweave.kernels.products import FLOAT32
 from kvweave.kernels.rope import rotate
-from kvweave.kernels.rounded import (
-    SMALLEST,
-    RoundedWeight,
-    even_dims,
-    largest_of,
-    round_weight,
-    split_dims,
-)
 from kvweave.kernels.types import Segment
 from kvweave.model.decoder import Decoder
-from kvweave.model.product_ways import ProductWays
 from kvweave.model.spec import ModelSpec
 from kvweave.model.weights import LayerWeights, RoundingCost, Weights
 
@@ -50,24 +43,7 @@ log = logging.getLogger(__name__)
 FORMAT = 3
 RANDOM_TOKENS = 96
 TEXT_TOKENS = 160
-# Prose, dialogue, figures and code: what a prompt is made of.
-TEXT = """The ferry leaves the harbour at 6:40 and reaches the island before eight, unless the wind
-comes from the north. "You could wait for the noon boat," said the woman behind the counter, "but
-then the museum will be closed." We took the early one. Of the 212 seats only nineteen were taken.
-The lighthouse, built in 1874 by a father and his two daughters, is 31 metres high; its lamp was
-turned by hand until electricity came. To compute the average height of all towers on the coast:
-
-def mean(values: list[float]) -> float:
-    total = sum(values)
-    return total / len(values) if values else 0.0
-
-Question: who built the lighthouse? Answer: a father and his two daughters built it in 1874.
-Water boils at a lower temperature on a mountain because the pressure of the air is lower there.
-"""
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
-# How far values of dims are evened out, at their weights' cost: these are tried; None: not at all
-EVENINGS = (None, 0.2, 0.35, 0.5, 0.65)
-TRIED_ROWS, TRIED_CHANNELS = 64, 256  # of a product, for that
 HEAD_ROWS = 40  # whose logits are in memory at a time
 Parts = dict[str, list[tuple[int, int]]]  # "layer.product" → (dim, columns) of split dims
 Powers = dict[str, str]  # "layer.product" → a letter for each dim, "m" for 2^0
@@ -198,7 +174,7 @@ class Rounding:
         """Columns and powers of two [I] of every dim, by `rows` [R, I] that went through the exact
         product, or as an earlier start found them."""
         if rows is not None:
-            parts, powers = _best_dims(linear, rows)
+            parts, powers = best_dims(linear, rows, extra_columns(rows.shape[1]))
             split = (parts > 1).nonzero()[:, 0].tolist()
             self._parts[key] = [(dim, int(parts[dim])) for dim in split]
             self._powers[key] = "".join(chr(ord("m") + power) for power in powers.tolist())
@@ -210,32 +186,6 @@ class Rounding:
             parts[dim] = count
         letters = self._notes.powers.get(key, "m" * dim_count)
         return parts, torch.tensor([ord(letter) - ord("m") for letter in letters])
-
-
-def _best_dims(linear: Linear, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns and powers of two [I]: of EVENINGS the one that changes results least."""
-    largest, extra = rows.abs().amax(dim=0), extra_columns(rows.shape[1])
-    tried = rows[:: -(-len(rows) // TRIED_ROWS)]
-    weight = linear.weight[:: -(-len(linear.weight) // TRIED_CHANNELS)]
-    heaviest = largest_of(linear.weight, dim=0)
-    exact = tried @ weight.T
-    size = exact.square().mean(dim=1).clamp_min(SMALLEST)  # rows count alike
-    found: list[tuple[float, Tensor, Tensor]] = []
-    for evening in EVENINGS:
-        powers = torch.zeros(len(largest), dtype=torch.int64)
-        if evening is not None:
-            powers = even_dims(largest, heaviest, evening)
-        parts = split_dims(largest / torch.exp2(powers.float()), extra)
-        held = round_weight(weight, None, parts, powers)
-        apart = IntegerRows(held, _near_integers(held))(tried) - exact
-        found.append((float((apart.square().mean(dim=1) / size).mean()), parts, powers))
-    return min(found, key=lambda each: each[0])[1:]
-
-
-def _near_integers(weight: RoundedWeight) -> Callable[[Tensor], Tensor]:
-    """As plain_integers, with sums in float32: near enough to tell what rounding changes."""
-    codes = weight.codes.float().T
-    return lambda x: (x.floor_() @ codes).mul_(weight.scale)
 
 
 class _Streams:
@@ -260,7 +210,7 @@ class _Streams:
     def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
         """Run the exact layer; the rows that went into it, by product."""
         taps: dict[str, Any] = {
-            name: _Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
+            name: Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
         }
         self._h = self._through(replace(layer, **taps), self._h)
         return {name: tap.rows for name, tap in taps.items()}
@@ -300,19 +250,3 @@ class _Streams:
     def _decoder(self, layer: LayerWeights | None, final_norm: Tensor, head: Projection) -> Decoder:
         layers = () if layer is None else (layer,)
         return Decoder(self._spec, Weights(self._embedding, layers, final_norm, head, ""))
-
-
-class _Tap:
-    """A product that keeps what went into it."""
-
-    def __init__(self, product: Projection) -> None:
-        self._product = product
-        self.rows = torch.zeros(0)
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        self.rows = x.clone()
-        return self._product(x, out)
-
-    def add_to(self, h: Tensor, x: Tensor) -> None:
-        self.rows = x.clone()
-        self._product.add_to(h, x)

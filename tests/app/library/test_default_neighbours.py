@@ -40,7 +40,7 @@ def decoder(model_folder: Path) -> Decoder:
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda _: WordEmbedder())
+    monkeypatch.setattr("kvweave.cli.ingest.find_embedder", lambda *_: WordEmbedder())
     monkeypatch.setattr(
         "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
     )

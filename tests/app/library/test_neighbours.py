@@ -748,7 +748,7 @@ def test_the_command_line_encodes_asks_refreshes_and_removes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for module in ("ingest", "docs"):
-        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda _: WordEmbedder())
+        monkeypatch.setattr(f"kvweave.cli.{module}.find_embedder", lambda *_: WordEmbedder())
     monkeypatch.setattr(
         "kvweave.app.library.library.SentenceEmbedder", lambda *_, **__: WordEmbedder()
     )

@@ -16,7 +16,7 @@ from kvweave.kernels.native import loading
 from kvweave.kernels.native.build import BuildError, build, is_whole, torch_openmp
 from kvweave.kernels.native.loading import native_kernels, open_library
 from kvweave.kernels.product_probe import Shape, measure_ways
-from kvweave.model.product_ways import machine_words
+from kvweave.kernels.product_ways import machine_words
 
 NATIVE = "int8 rows, native"
 

@@ -20,6 +20,8 @@ from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.library.removal_watch import RemovalWatch
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.app.runtime import EngineClient, ModelRuntime
+from kvweave.config import LibrarySettings
+from kvweave.corpus.bert_encoder import EncoderWeights
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
@@ -42,9 +44,14 @@ FLUSH_S = 10.0  # at the end, for writes under way
 OpenEmbedder = Callable[[str], Embedder]
 
 
-def open_sentence_embedder(name: str) -> Embedder:
+def open_sentence_embedder(name: str, weights: EncoderWeights = "auto") -> Embedder:
     """The embedder called `name`, by the library that most of them are made for."""
-    return SentenceEmbedder(locate(name), name=name)
+    return SentenceEmbedder(locate(name), name=name, weights=weights)
+
+
+def embedder_opener(settings: LibrarySettings) -> OpenEmbedder:
+    """Opens embedders as configured."""
+    return lambda name: open_sentence_embedder(name, settings.embedder_weights)
 
 
 class Library:

@@ -6,8 +6,8 @@ import torch
 
 from kvweave.kernels.linear import Linear
 from kvweave.kernels.product_probe import ROWS, Shape, Times
+from kvweave.kernels.product_ways import ProductWays, machine_words
 from kvweave.kernels.products import FLOAT32
-from kvweave.model.product_ways import ProductWays, machine_words
 
 INT_MM = "int8 rows, int_mm"
 SHAPE = Shape(128, 64)

@@ -95,13 +95,20 @@ class ProductWays:
         return self._times[shape]
 
     def product(
-        self, linear: Linear, parts: Tensor | None, powers: Tensor | None = None
+        self,
+        linear: Linear,
+        parts: Tensor | None,
+        powers: Tensor | None = None,
+        *,
+        least_rows: int = 1,
     ) -> tuple[Projection, tuple[str, ...]]:
         """`linear` by the fastest ways, dims split into `parts` and evened out by `powers`; and
-        which these are, by ROWS. `linear` itself where float32 is taken."""
+        which these are, by ROWS. `linear` itself where float32 is taken; that float32 is faster
+        with fewer than `least_rows` does not count."""
         shape = Shape(linear.weight.shape[1], linear.weight.shape[0])
         times = self.times(shape)
-        names = choose_ways(times, doubtful=is_doubtful(shape.measured, times))
+        doubtful = is_doubtful(shape.measured, times)
+        names = choose_ways(times, doubtful=doubtful, least_rows=least_rows)
         if set(names) == {FLOAT32}:
             return linear, names
         weight = round_weight(linear.weight, linear.bias, parts, powers)
