@@ -15,8 +15,8 @@ import torch
 from kvweave.corpus.bert_encoder import (
     BertEncoder,
     BertFolder,
+    PaddedAttention,
     attend_each,
-    attend_padded,
     batches,
 )
 from kvweave.corpus.embedder import SentenceEmbedder
@@ -98,7 +98,10 @@ def test_padding_for_a_gpu_changes_nothing() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 3, 3, 1]
     rows = torch.randn(sum(lengths), 3, 2, 8, generator=generator)
-    np.testing.assert_allclose(attend_padded(rows, lengths), attend_each(rows, lengths), atol=1e-6)
+    padded = PaddedAttention(lengths, rows.device)
+    np.testing.assert_allclose(padded(rows), attend_each(lengths, rows), atol=1e-6)
+    even = PaddedAttention([7, 7], rows.device)  # nothing to mask
+    np.testing.assert_allclose(even(rows), attend_each([7, 7], rows), atol=1e-6)
 
 
 def test_batches_hold_every_text_once_within_their_bounds() -> None:

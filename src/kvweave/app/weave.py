@@ -4,6 +4,8 @@
 """
 
 import atexit
+import logging
+import os
 import threading
 import time
 import weakref
@@ -99,15 +101,21 @@ __all__ = [
 ]
 
 
+log = logging.getLogger(__name__)
+
 # Threads that compute must end before Python does: one that is stopped within a kernel takes the
 # process down with SIGABRT.
 _OPEN: "weakref.WeakSet[Weave]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_OPEN.clear)  # the child has none of these threads
 
 
 @atexit.register
 def _close_all() -> None:
     for weave in sorted(_OPEN, key=lambda one: one._owns_runtime):  # what shares an engine first
-        weave.close()
+        try:
+            weave.close()
+        except Exception:
+            log.exception("a Weave that was left open did not close")
 
 
 class Weave:
@@ -317,10 +325,10 @@ class Weave:
         "as_found", or "auto", if calibration found that harmless. `Answer.explain` says what was
         done, and `Answer.decision` why.
 
-        `history` are the {"role", "content"} messages said before, the user's first. Chunks that
-        were found for those turns stand in the history again, and those it holds are not sent
-        twice: of the conversation with this `conversation_id`, or, unless `recognise` is False, of
-        one in which the user said the same. Conversations of one `tenant` are unknown to others.
+        `history` are the {"role", "content"} messages said before, the user's first. With a
+        `conversation_id` the chunks of those turns stand in the history again, and those it holds
+        are not sent twice; without one, unless `recognise` is False, where most of what is found
+        stood there. Conversations of one `tenant` are unknown to others.
 
         `retrieval` finds chunks by "vector", by "words" or "hybrid"; those with a score below
         `min_score` are left out, and a `filter` takes those of documents with such metadata.

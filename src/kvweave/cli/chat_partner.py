@@ -71,13 +71,15 @@ class LocalPartner:
 
     def use_kb(self, name: str | None) -> None:
         from kvweave.app.answer.answerer import AnswerSettings
+        from kvweave.app.library.library import embedder_opener
         from kvweave.app.library.library_kv import KVOptions
 
         opened = None
         if name is not None:
             check_knowledge_base(Path(name))
             settings, options = AnswerSettings.of(self._config), KVOptions.of(self._config)
-            opened = self._weave.over(Path(name), options, settings)
+            opener = embedder_opener(self._config.library)
+            opened = self._weave.over(Path(name), options, settings, open_embedder=opener)
         before, self._over, self.kb = self._over, opened, name
         if before is not None:
             before.close()

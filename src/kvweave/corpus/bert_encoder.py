@@ -10,7 +10,8 @@ a head.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -18,9 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kvweave.kernels.linear import Linear, Projection
+
+    Attend = Callable[[Tensor], Tensor]  # [R, 3, H, D] to [R, H, D]
 
 MODULES = (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"])
 # what an absent key means → the only value that is computed here
@@ -74,8 +78,8 @@ class BertEncoder:
     """Texts to vectors of length one. Any thread, one call at a time.
 
     Rows of a batch lie one behind the other, without padding, and only attention knows where a text
-    ends. So a vector does not depend on the texts beside it: in 8 bits on a CPU to the last bit, in
-    float32 up to the order of its sums.
+    ends. So a vector does not depend on the texts beside it, up to the order of sums; to the last
+    bit where all products are rounded and multiplied in one way.
     """
 
     def __init__(
@@ -148,20 +152,20 @@ class BertEncoder:
         x = x + self._weights["embeddings.position_embeddings.weight"][places]
         x = x + self._weights["embeddings.token_type_embeddings.weight"][0]
         x = self._norm(x, "embeddings.LayerNorm")
+        attend = PaddedAttention(lengths, x.device) if x.is_cuda else partial(attend_each, lengths)
         for layer in self._layers:
-            x = self._layer(x, lengths, layer, products)
+            x = self._layer(x, attend, layer, products)
         sums = torch.stack([rows.sum(dim=0) for rows in torch.split(x, lengths)])
         return F.normalize(sums, dim=-1)  # the mean, at length one
 
     def _layer(
-        self, x: "Tensor", lengths: list[int], layer: str, products: "Mapping[str, Projection]"
+        self, x: "Tensor", attend: "Attend", layer: str, products: "Mapping[str, Projection]"
     ) -> "Tensor":
         from torch.nn import functional as F
 
         qkv, out, widen, narrow = (products[name] for name in _products(layer))
         rows = qkv(x).view(len(x), 3, self._num_heads, -1)
-        attend = attend_padded if x.is_cuda else attend_each
-        out.add_to(x, attend(rows, lengths).reshape(x.shape))
+        out.add_to(x, attend(rows).reshape(x.shape))
         x = self._norm(x, f"{layer}attention.output.LayerNorm")
         narrow.add_to(x, F.gelu(widen(x)))
         return self._norm(x, f"{layer}output.LayerNorm")
@@ -210,7 +214,7 @@ def _products(layer: str) -> tuple[str, str, str, str]:
     )
 
 
-def attend_each(rows: "Tensor", lengths: list[int]) -> "Tensor":
+def attend_each(lengths: list[int], rows: "Tensor") -> "Tensor":
     """[R, H, D]: every row over all rows of its text, out of queries, keys and values
     [R, 3, H, D]."""
     import torch
@@ -223,18 +227,26 @@ def attend_each(rows: "Tensor", lengths: list[int]) -> "Tensor":
     return seen
 
 
-def attend_padded(rows: "Tensor", lengths: list[int]) -> "Tensor":
-    """The same in one call, padded to the longest: calls for each text leave a GPU waiting."""
-    import torch
-    from torch.nn import functional as F
+class PaddedAttention:
+    """The same for one batch in one call, padded to the longest: calls for each text leave a GPU
+    waiting, and so does asking it where rows are. That is told once."""
 
-    here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, T]
-    here = here.to(rows.device)
-    padded = rows.new_zeros(*here.shape, *rows.shape[1:])
-    padded[here] = rows
-    q, k, v = padded.permute(2, 0, 3, 1, 4)  # [B, H, T, D]
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=here[:, None, None])
-    return found.transpose(1, 2)[here]
+    def __init__(self, lengths: list[int], device: "torch.device") -> None:
+        import torch
+
+        here = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [B, T]
+        self._shape = here.shape
+        self._at = here.flatten().nonzero()[:, 0].to(device)  # [R] places of rows in B * T
+        self._mask = None if here.all() else here[:, None, None].to(device)
+
+    def __call__(self, rows: "Tensor") -> "Tensor":
+        from torch.nn import functional as F
+
+        padded = rows.new_zeros(self._shape.numel(), *rows.shape[1:])
+        padded = padded.index_copy(0, self._at, rows).view(*self._shape, *rows.shape[1:])
+        q, k, v = padded.permute(2, 0, 3, 1, 4)  # [B, H, T, D]
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
+        return found.transpose(1, 2).flatten(0, 1)[self._at]
 
 
 def batches(lengths: Sequence[int], size: int, most_rows: int | None) -> Iterator[list[int]]:

@@ -79,8 +79,8 @@ class SentenceEmbedder:
     """Any sentence-transformers model: a folder, or a name that the hub knows.
 
     Vectors of a plain BERT folder do not depend on whether sentence-transformers made them, so
-    `identity` does not say it; nor does it say whether products are computed in 8 bits, which moves
-    a vector by far less than another word in its text.
+    `identity` does not say it; nor does it say whether products are computed in 8 bits, which
+    recall does not tell apart (docs/cpu.md).
     """
 
     def __init__(

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from kvweave.app.answer.answerer import HISTORY_SHARE, AnswerSettings
 from kvweave.app.answer.citations import CitedAnswer
-from kvweave.app.answer.conversations import Talk, conversation_name
 from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
 from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.recognised import conversation_name
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
 from kvweave.app.answer.sources import RetrievedChunk, routed_sources
 from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.answer.talk import Talk
 from kvweave.app.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.corpus.chunker import make_chunk_id
@@ -100,6 +101,7 @@ class MadeRequest(NamedTuple):
     retrieved: tuple[RetrievedChunk, ...]  # for the question: found, or brought
     left_out: int  # chunks that the history holds
     ordered_by: str
+    talk: Talk  # as it was laid out
 
 
 Generation = PrefillGuess | ReadyRequest
@@ -184,7 +186,7 @@ class RoutedAnswerer:
         def heard(lease: ReplicaLease) -> None:
             self._learn(lease, made, story)
             self._settings.uses.saw([c.id for c in made.retrieved if c.id is not None])
-            talk.sent(asked.question, made.chunks)
+            made.talk.sent(asked.question, made.chunks)
 
         story.on_first = heard
         story.sources = routed_sources(made.retrieved, made.request.prompt.places)
@@ -307,18 +309,19 @@ class RoutedAnswerer:
     ) -> MadeRequest:
         """The question behind its history and the chunks that the history does not hold."""
         chunks = [chunk.token_ids for chunk in retrieved]
-        held = talk.held(chunks)
-        if talk.may_be_plain and not held:  # what an engine pays for a longer prompt is not known
-            talk = talk.plain()
+        laid = talk.bringing(chunks)
+        held = laid.held(chunks)
         new = [ids for ids in dict.fromkeys(chunks) if ids not in held]
         system = self._settings.system if asked.system is None else asked.system
         tenant = asked.tenant or self._settings.tenant
         salt, model = tenant.encode(), self._up.model
-        words = PromptWords(asked.question, new, system, talk.messages, salt, model)
+        words = PromptWords(asked.question, new, system, laid.messages, salt, model)
         prompts = self._up.prompts
         ordered = self._order.choose(prompts.front(words, texts.__getitem__), new, asked.permission)
         prompt = prompts.make(words._replace(chunks=ordered.chunks), texts.__getitem__)
         most = self._up.max_context
+        if most is not None and prompt.num_tokens >= most and laid.plain is not None:
+            return self._made(asked, laid.plain, retrieved, texts)
         if most is not None and prompt.num_tokens >= most and prompt.chunks:
             raise PromptTooLong(
                 f"the prompt has {prompt.num_tokens:,} tokens, the model's context {most:,}; ask "
@@ -332,7 +335,9 @@ class RoutedAnswerer:
             asked.ratio,
             asked.bound,
         )
-        return MadeRequest(request, tuple(ordered.chunks), tuple(retrieved), len(held), ordered.by)
+        return MadeRequest(
+            request, tuple(ordered.chunks), tuple(retrieved), len(held), ordered.by, laid
+        )
 
     def _refuse_long(self, asked: Question) -> None:
         """What no context could hold is not tokenised here, where the model's tokenizer is."""

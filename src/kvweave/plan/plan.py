@@ -81,9 +81,6 @@ class Span(NamedTuple):  # quicker to make than a frozen dataclass, and a plan m
     exact_after: bool = False  # rows computed here are exact: they may enter the knowledge tree
 
 
-EXACT = ("full", "prefix")  # options that approximate nothing
-
-
 class Option(NamedTuple):
     """One option for answering, with its price."""
 
@@ -135,12 +132,6 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         return sum(span.num_tokens for span in self.spans)
-
-    @property
-    def exact_s(self) -> float:
-        """The price of the cheapest option that approximates nothing."""
-        prices = [o.predicted_s for o in self.options if o.name in EXACT]
-        return min(price for price in prices if price is not None)
 
 
 @dataclass(frozen=True, slots=True)

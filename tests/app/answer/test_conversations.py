@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave import Weave
-from kvweave.app.answer.conversations import Conversations, Recognised
+from kvweave.app.answer.conversations import Conversations
 from kvweave.app.weave import Answer, Sampling
-from kvweave.corpus.search import MetadataFilter, SearchOptions
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -100,58 +99,6 @@ def test_conversations_are_bounded_by_number_and_by_tokens() -> None:
     small.talk("t", "two", []).sent("why?", [C])
     assert small.talk("t", "one", [user("why?")]).held([A]) == []
     assert small.talk("t", "two", [user("why?")]).held([C]) == [C], "the last one stays"
-
-
-VECTOR, FILTERED = SearchOptions(), SearchOptions(filter=MetadataFilter.parse({"of": "staff"}))
-
-
-def by(past: list[PastMessage], search: SearchOptions = VECTOR) -> Recognised:
-    return Recognised.by(past, search)
-
-
-def test_a_conversation_without_a_name_goes_on_by_what_was_said() -> None:
-    talks = Conversations()
-    talks.talk("t", by([]), []).sent("why?", [A, B])
-    past = [user("why?"), assistant("as it says, trimmed by the client")]
-    second = talks.talk("t", by(past), past)
-    assert second.messages[0].chunks == (A, B)
-    assert second.held([B, C]) == [B]
-    second.sent("how?", [C])
-    past += [user("how?"), assistant("thus")]
-    third = talks.talk("t", by(past), past)
-    assert [m.chunks for m in third.messages] == [(A, B), (), (C,), ()]
-    # a question asked again, and another in its place, begin where the first ones did
-    for question in ("how?", "when?"):
-        again = talks.talk("t", by(past[:2]), past[:2])
-        assert again.held([A, B, C]) == [A, B]
-        again.sent(question, [B])
-    assert talks.talk("t", by(past), past).held([C]) == [], "what was asked again counts"
-
-
-def test_people_who_said_or_search_other_things_are_not_taken_for_each_other() -> None:
-    talks = Conversations()
-    talks.talk("t", by([]), []).sent("why?", [A])
-    past = [user("why?"), assistant("so")]
-    assert talks.talk("t", by(past), past).held([A]) == [A]
-    assert talks.talk("u", by(past), past).held([A]) == []
-    assert talks.talk("t", by(past), past, scope="other").held([A]) == []
-    assert talks.talk("t", by(past, FILTERED), past).held([A]) == []
-    longer = [user("who?"), assistant("me"), *past]
-    assert talks.talk("t", by(longer), longer).held([A]) == []
-    assert talks.talk("t", by(past).digest.hex(), past).held([A]) == [], "no name says it either"
-    joined = [user("a"), assistant(""), user("bc"), assistant("")]
-    assert by(joined) != by([user("ab"), assistant(""), user("c"), assistant("")])
-
-
-def test_single_questions_do_not_push_out_conversations_with_names() -> None:
-    talks = Conversations(max_conversations=2)
-    talks.talk("t", "one", []).sent("why?", [A])
-    for question in "abcd":
-        talks.talk("t", by([]), []).sent(question, [B])
-    assert talks.talk("t", "one", [user("why?")]).held([A]) == [A]
-    oldest, newest = [user("a"), assistant("")], [user("d"), assistant("")]
-    assert talks.talk("t", by(oldest), oldest).held([B]) == []
-    assert talks.talk("t", by(newest), newest).held([B]) == [B]
 
 
 TURNS = st.lists(
@@ -257,33 +204,6 @@ def test_chunks_of_the_history_are_not_sent_again(weave: Weave, reuse: str) -> N
     assert more.prompt_tokens > again.prompt_tokens
     cut = turn(weave, "And now?", DOCUMENTS[:2], history=[], **talk)
     assert cut.prompt_tokens > 40, "nothing of it is left: sent again"
-
-
-def test_a_later_turn_over_a_knowledge_base_needs_no_name(weave: Weave) -> None:
-    weave.ingest(*[(f"d{i}", text) for i, text in enumerate(DOCUMENTS)], chunk_kv=True)
-    weave.plan("Anything?")  # measures the machine: prices say which prompt is cheaper
-    first = weave.ask("Who has a boat?", k=2, sampling=GREEDY)
-    past = [
-        {"role": "user", "content": "Who has a boat?"},
-        {"role": "assistant", "content": first.text},
-    ]
-    asked = {"k": 2, "history": past, "sampling": GREEDY}
-    plan = weave.plan("And a house?", k=2, history=past)
-    second = weave.ask("And a house?", **asked)
-    plain = weave.ask("And a house?", recognise=False, **asked)
-    assert second.explain is not None
-    assert plain.explain is not None
-    assert (plain.explain.left_out, second.explain.left_out) == (0, len(plan.in_history))
-    assert plan.num_tokens == second.prompt_tokens
-    states = [span.kind for span in plan.spans if span.in_history]
-    assert states[:2] == ["exact", "exact"], "both chunks, where they stood"
-    assert second.cached_tokens > plain.cached_tokens
-    full = weave.ask("And a house?", reuse="full", **asked)
-    assert full.prompt_tokens == plain.prompt_tokens, "nothing is exact there: the shorter one"
-    again = weave.ask("And a house?", **asked)
-    assert again.prompt_tokens == plain.prompt_tokens, "both are exact now: the shorter one"
-    brought = weave.ask("Hm?", documents=DOCUMENTS[:1], history=past, sampling=GREEDY)
-    assert brought.prompt_tokens < plain.prompt_tokens, "who brings documents says where they are"
 
 
 def test_behind_a_history_answers_are_exact_and_say_so(weave: Weave) -> None:

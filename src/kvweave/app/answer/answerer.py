@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.citations import CitedAnswer
-from kvweave.app.answer.conversations import (
-    Conversations,
-    ConversationScope,
-    Talk,
-    conversation_name,
-)
+from kvweave.app.answer.conversations import Conversations, ConversationScope
 from kvweave.app.answer.nothing_found import NOTHING_TEXT, NothingFound, SaidAnswer
 from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.recognised import conversation_name
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
-from kvweave.app.answer.router import NO_LIBRARY, NamedStrategy, Router
+from kvweave.app.answer.router import NO_LIBRARY, Router
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import LookUp, Speculation, SpeculationConfig, at_once
+from kvweave.app.answer.talk import Talk
 from kvweave.app.answer.token_stream import Submission, TokenStream
 from kvweave.app.answer.tool_answer import ToolAnswer, tool_sampling
 from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
@@ -197,7 +194,8 @@ class Answerer:
                 raise NothingFound
             notes = AnswerNotes(retrieve_ms=(began_s - called_s) * 1e3, query=question.query)
             chunks = [chunk.token_ids for chunk in retrieved]
-            prompt = replace(self._cheapest_prompt(chunks, question, talk, named), as_of=as_of)
+            laid, prompt = self._laid(chunks, question, talk)
+            prompt = replace(prompt, as_of=as_of)
             notes.left_out = len(prompt.left_out)
             made = self.router.submission(prompt, question, named, notes)
             notes.question, notes.retrieved = question.question, tuple(retrieved)
@@ -210,7 +208,7 @@ class Answerer:
                 notes.watched = ticket if question.watched else None
                 uses.saw([chunk.id for chunk in retrieved if chunk.id is not None])
                 # in the order that the engine was given: a plan may have moved them
-                talk.sent(question.question, made.prompt.chunks, as_of)
+                laid.sent(question.question, made.prompt.chunks, as_of)
 
             return made.also(sent)
 
@@ -312,7 +310,7 @@ class Answerer:
             chunks = [hit.chunk.token_ids for hit in found]
         else:
             chunks = [chunk.token_ids for chunk in self._given(question)]
-        prompt = self._cheapest_prompt(chunks, question, self._talk(question), None)
+        _, prompt = self._laid(chunks, question, self._talk(question))
         return self.router.plan(prompt, question)
 
     def search(self, question: str, k: int, how: SearchOptions | None = None) -> list[Hit]:
@@ -374,20 +372,18 @@ class Answerer:
             for document in _documents(question.documents or ())
         ]
 
-    def _cheapest_prompt(
-        self,
-        chunks: Sequence[tuple[int, ...]],
-        question: Question,
-        talk: Talk,
-        named: NamedStrategy | None,
-    ) -> Prompt:
-        """In a conversation that was recognised chunks of earlier turns stay where that is the
-        sooner answer: they are exact and not brought again, but all rows look at them."""
-        prompt = self._prompt(chunks, question, talk)
-        if not talk.may_be_plain:
-            return prompt
-        plain = self._prompt(chunks, question, talk.plain())
-        return self.router.cheaper(prompt, plain, question, named)
+    def _laid(
+        self, chunks: Sequence[tuple[int, ...]], question: Question, talk: Talk
+    ) -> tuple[Talk, Prompt]:
+        """The prompt of a turn that found these chunks. Chunks of earlier turns that nobody asked
+        for take no room from the answer."""
+        laid = talk.bringing(chunks)
+        prompt = self._prompt(chunks, question, laid)
+        is_long = len(prompt.token_ids) + question.drawn.max_tokens > self._max_context
+        if is_long and laid.plain is not None:
+            laid = laid.plain
+            prompt = self._prompt(chunks, question, laid)
+        return laid, prompt
 
     def _prompt(self, chunks: Sequence[tuple[int, ...]], question: Question, talk: Talk) -> Prompt:
         """The question behind its history and the chunks that the history does not hold."""

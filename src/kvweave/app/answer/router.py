@@ -119,24 +119,6 @@ class Router:
         planner = self.planner(kv, prompt.tenant)
         return planner.plan(prompt, question.allowed, question.permission).plan
 
-    def cheaper(
-        self, kept: Prompt, plain: Prompt, question: Question, named: NamedStrategy | None
-    ) -> Prompt:
-        """Of two prompts that ask the same, the one whose first token comes sooner; `plain`, which
-        is shorter, where prices are not known."""
-        kv = self._kv(kept)
-        if kv is None or not self._measured.is_measured:
-            return plain
-        if named is not None and named.strategy.reuses == "none":
-            return plain
-        planner = self.planner(kv, kept.tenant)
-
-        def price_s(prompt: Prompt) -> float:
-            plan = planner.plan(prompt, question.allowed, question.permission).plan
-            return plan.chosen.expected_s if named is None else plan.exact_s
-
-        return kept if price_s(kept) <= price_s(plain) else plain
-
     def planner(self, kv: KVBehind, tenant: str = "") -> "AutoPlanner":
         """What chooses for "auto". The first call waits for the engine and may measure the
         machine, with the decoder."""

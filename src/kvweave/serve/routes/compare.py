@@ -145,6 +145,7 @@ class Comparison:
             documents=body.documents,
             kb=body.kb,
             k=body.k,
+            recognise=False,  # all ways of the same prompt
             reuse=way,
             max_tokens=len(measure.forced) or body.max_tokens,
             temperature=0.0,
