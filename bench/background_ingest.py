@@ -11,8 +11,9 @@ at the end.
     python bench/background_ingest.py --data ../shared/data \
         --out bench/results/background_ingest-cpu.json
 
-A quick trial: `--passages 600 --first 100 --asked 6`. Chunk KV is not waited for; `kv` says how far
-it was at the end.
+Without a pause the server is asked all the time, and the ingest has the share of the cores that
+answers leave it; `--pause 5` lets people read. A quick trial: `--passages 600 --first 100
+--asked 6`. Chunk KV is not waited for; `kv` says how far it was at the end.
 """
 
 import argparse
@@ -147,6 +148,8 @@ class Ingest:
         try:
             for number, lines in enumerate(self._parts):
                 self._client.finish(self._client.upload(f"part-{number:04}.jsonl", lines))
+                spent_s = time.perf_counter() - began_s
+                print(f"part {number + 1} of {len(self._parts)}, {spent_s:,.0f} s", flush=True)
         except BaseException as error:
             self._error = error
         self.seconds = time.perf_counter() - began_s
@@ -174,6 +177,7 @@ def main() -> None:
         while not ingest.is_over:
             timed["beside"] += [asking.ask(kind) for kind in KINDS]
             highest = max(highest, resident(pid))
+            time.sleep(args.pause)
         memory["highest_bytes"] = highest
         timed["after"] = [asking.ask(kind) for _ in range(args.asked) for kind in KINDS]
         memory["after_bytes"] = resident(pid)
@@ -208,6 +212,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--asked", type=int, default=20, help="questions of each kind, when idle")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two rounds")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds to be ready in")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser.parse_args()

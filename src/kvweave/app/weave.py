@@ -27,6 +27,7 @@ from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.router import NO_LIBRARY
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.answer.tool_answer import ToolAnswer
+from kvweave.app.background import QUIET_S
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
@@ -466,6 +467,10 @@ class Weave:
 
     def why_unready(self) -> None:
         """Nothing: what is wrong with the engine is found by those who watch it."""
+
+    def wait_for_quiet(self, timeout_s: float) -> bool:
+        """Wait until no answer was in the making for a moment, so long at most. False: one is."""
+        return self._runtime.client.answers.wait_for_quiet(QUIET_S, timeout_s)
 
     def _refuse_other(self, model: str | None) -> None:
         if model not in (None, self.model_name):

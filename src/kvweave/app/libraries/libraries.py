@@ -163,7 +163,7 @@ class Libraries:
             check_name(place.name)
             check_tenant(place.tenant)
         self._weave = weave
-        self._embedders = Embedders(open_embedder)
+        self._embedders = Embedders(open_embedder, self._is_quiet)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
         # these outlive the closing of a knowledge base
         self._conversations = Conversations()
@@ -468,6 +468,10 @@ class Libraries:
         return self._uses.setdefault(place, ChunkUses())
 
     # ── the rest ─────────────────────────────────────────────────────────────
+
+    def _is_quiet(self, timeout_s: float) -> bool:
+        """Whether no model makes an answer, after waiting for that so long at most."""
+        return all(weave.wait_for_quiet(timeout_s) for weave in self._weave.engines)
 
     def embed(self, texts: Sequence[str], *, as_query: bool = False) -> Embedded:
         """Vectors of texts, by the embedder of new knowledge bases."""
