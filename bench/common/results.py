@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -69,8 +69,14 @@ def save_run(
     asked: dict[str, Any] = {"question": question.splitlines()[0], "runs": []}
     kept = read_results(out) if out.is_file() else asked
     runs = [run for run in kept["runs"] if run["date"] != STARTED]
-    runs.append({"date": STARTED, "args": sys.argv[1:], **result, "stolen": stolen_share()})
+    args = portable_args(sys.argv[1:])
+    runs.append({"date": STARTED, "args": args, **result, "stolen": stolen_share()})
     write_results({"question": kept["question"], **summary(runs), "runs": runs}, out)
+
+
+def portable_args(args: Sequence[str]) -> list[str]:
+    """As anybody may type them: where the data lies is this machine's own."""
+    return ["DATA" if i and args[i - 1] == "--data" else arg for i, arg in enumerate(args)]
 
 
 def read_results(path: Path) -> dict[str, Any]:

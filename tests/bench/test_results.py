@@ -69,3 +69,8 @@ def test_every_command_of_the_table_is_a_script() -> None:
         if "__main__" in path.read_text()
     }
     assert commands == scripts
+
+
+def test_where_data_lies_is_not_written_down() -> None:
+    given = ["--data", "/some/where", "--quick", "--out", "a.json"]
+    assert results.portable_args(given) == ["--data", "DATA", "--quick", "--out", "a.json"]

@@ -52,7 +52,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Measur
 @pytest.fixture(params=[INT_MM, NATIVE])
 def rounded(request: pytest.FixtureRequest, machine: Callable[[Measure], None]) -> BertEncoder:
     if request.param == NATIVE and native_kernels().library is None:
-        pytest.skip("no compiled kernels here")
+        pytest.skip("no C compiler here; the other way is tested all the same")
     machine(times(request.param, 0.1))
     found = encoder(minilm(), weights="auto")
     assert found.weights_words == f"24 of 24 products in 8 bits ({request.param})"

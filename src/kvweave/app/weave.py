@@ -115,7 +115,7 @@ def _close_all() -> None:
     for weave in sorted(_OPEN, key=lambda one: one._owns_runtime):  # what shares an engine first
         try:
             weave.close()
-        except Exception:
+        except Exception:  # the others are closed nevertheless; nobody is left to count it
             log.exception("a Weave that was left open did not close")
 
 
