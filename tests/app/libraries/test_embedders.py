@@ -85,7 +85,7 @@ def test_documents_give_way_to_answers_and_what_somebody_waits_for_does_not() ->
     shared = SharedEmbedder(slow, never_quiet)
     shared.embed_passages(TEXTS[:20])
     sizes = [len(call) for call in slow.calls]
-    assert max(sizes[1:]) <= embedders.BUSY_SLICE_S / 0.01, "slices are short"
+    assert max(sizes[1:]) <= embedders.SLICE_S / 0.01, "slices are short"
     spent_s = 0.01 * sum(sizes)
     assert sum(rests) >= spent_s * (1 / BUSY_SHARE - 1) * 0.99
     rests.clear()

@@ -1,8 +1,8 @@
 """Embedders that many threads and knowledge bases share: one per name, one call at a time.
 
 Documents come in by the thousand and take minutes. A question that is to be searched for does not
-wait for them but for one slice of them, and while answers are in the making slices are short and
-rare: both compute on the same cores.
+wait for them but for one slice of them, and while answers are in the making slices are rare: both
+compute on the same cores.
 """
 
 import threading
@@ -15,8 +15,9 @@ from kvweave.app.library.library import OpenEmbedder
 from kvweave.corpus.embedder import Embedder, Vectors
 
 IsQuiet = Callable[[float], bool]  # waits until no answer is in the making, so long at most
-SLICE_S = 0.25  # of embedding documents at a time
-BUSY_SLICE_S = 0.05  # … while answers are in the making: a few tokens of one come later
+# Embedding documents at a time. An answer that begins meanwhile has half of the cores until the
+# slice is over, so that its first token comes so much later.
+SLICE_S = 0.05
 # of the time, for documents, while answers are in the making. They have half of the cores then, so
 # that an answer takes 1.2 times as long.
 BUSY_SHARE = 0.2
@@ -83,8 +84,7 @@ class SharedEmbedder:
         at = 0
         while at < len(texts):
             is_quiet = not gives_way or self._is_quiet(0.0)
-            slice_s = SLICE_S if is_quiet else BUSY_SLICE_S
-            count = FIRST_TEXTS if self._text_s is None else max(1, int(slice_s / self._text_s))
+            count = FIRST_TEXTS if self._text_s is None else max(1, int(SLICE_S / self._text_s))
             some = texts[at : at + count]
             with self._turns.later():
                 began_s = time.perf_counter()
