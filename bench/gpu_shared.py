@@ -85,6 +85,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--pages", choices=("raw", "int8"), default="raw", help="of shared chunks")
     parser.add_argument("--pool-gib", type=float, default=60.0)
     parser.add_argument("--sizes", default="8k=32,32k=128", help="of ttft: name=chunks")
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="in throughput")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--answer", type=int, default=16, help="tokens, in throughput")
     parser.add_argument("--window", type=float, default=6.0, help="seconds of arrivals per rate")
@@ -220,7 +221,8 @@ def measure_throughput(world: SharedWorld) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     rates: dict[tuple[str, float | None], float] = {}
     bound_s, full_s = 0.0, 0.0
-    modes = [("full", None), *((m, r) for r in reversed(RATIOS) for m in ("copied", "shared"))]
+    ratios = sorted(world.args.ratios, reverse=True)
+    modes = [("full", None), *((m, r) for r in ratios for m in ("copied", "shared"))]
     for mode, ratio in modes:
         found = rate_of(world, mode, ratio, bound_s, cells)
         rates[mode, ratio] = found.rate
@@ -230,7 +232,7 @@ def measure_throughput(world: SharedWorld) -> dict[str, Any]:
         (f"throughput_over_{name}", ratio): round(
             rates["shared", ratio] / max(1e-9, rates[base]), 2
         )
-        for ratio in RATIOS
+        for ratio in ratios
         for name, base in (("full", ("full", None)), ("fused", ("copied", ratio)))
     }
     return {

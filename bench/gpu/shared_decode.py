@@ -179,13 +179,8 @@ def copied_us(heads: Heads, page: int) -> float:
 
 def shared_row(heads: Heads, page: int, prompts: Prompts, *, coded: bool) -> dict[str, Any]:
     """One copy of every chunk: microseconds of a layer, and how far off the definition it is."""
-    from kvweave.kernels.gpu.segments import (
-        SegmentShape,
-        SegmentTables,
-        attend_tables,
-        begin_step,
-        room_for_rows,
-    )
+    from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables, room_for_rows
+    from kvweave.kernels.gpu.segments import attend_tables, begin_step
 
     layers = Layers(heads, page, prompts.num_pages, coded=coded)
     shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype, coded)

@@ -108,6 +108,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--order", action=argparse.BooleanOptionalAction, default=True, help="what moving costs"
     )
+    parser.add_argument(
+        "--tf32", action="store_true", help="products in TF32; `noise` says how far"
+    )
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop asking after this long")
     return parser.parse_args()
@@ -144,7 +147,7 @@ class Bench:
     """A loaded model and what is tried with it."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = args.tf32
         folder = locate(args.model)
         self.tokenizer = Tokenizer(folder)
         self.decoder = load_decoder(folder, device=args.device, dtype=args.dtype)

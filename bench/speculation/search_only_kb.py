@@ -14,12 +14,15 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.index.ivf import IvfIndex
+from kvweave.corpus.knowledge_base import BY_VECTOR
+from kvweave.corpus.search import SearchOptions
 from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.prompt import Document, chunk_text
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, Hit
+from speculation.modes import Learnt
 
-FAINT = 0.1  # what copies are scaled by
+FAINT = 0.01  # what copies are scaled by: below every passage that is looked for
 
 
 class LargeIndex(IvfIndex):
@@ -63,9 +66,9 @@ class SearchOnlyKB:
     def embed_query(self, text: str) -> Vector:
         return self.vectors[text]
 
-    def search(self, vector: Vector, k: int) -> list[Hit]:
+    def search(self, vector: Vector, k: int, how: SearchOptions = BY_VECTOR) -> list[Hit]:
         started_s = time.perf_counter()
-        *_, hits = self.search_staged(vector, k, 1)
+        *_, hits = self.search_staged(vector, k, 1, how)
         self.searched_s = time.perf_counter() - started_s
         return hits
 
@@ -75,15 +78,28 @@ class SearchOnlyKB:
     def num_stages(self, k: int, stages: int) -> int:
         return self.index.num_stages(k, stages)
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
+    def search_staged(
+        self, vector: Vector, k: int, stages: int, how: SearchOptions = BY_VECTOR
+    ) -> Iterator[list[Hit]]:
+        assert how.is_staged, "questions are embedded: words are not needed"
         if not self.elsewhere:
             return (self._hits(found) for found in self.index.search_staged(vector, k, stages))
-        return self._replayed(vector, k, stages)
+        return self._replayed(vector, stages)
 
-    def _replayed(self, vector: Vector, k: int, stages: int) -> Iterator[list[Hit]]:
-        for seconds, found in self._played[(vector.tobytes(), self.index.share, stages)]:
+    def _replayed(self, vector: Vector, stages: int) -> Iterator[list[Hit]]:
+        for seconds, found in self.played(vector, stages):
             time.sleep(seconds)
             yield self._hits(found)
+
+    def played(self, vector: Vector, stages: int) -> list[tuple[float, IndexHits]]:
+        """A search that was recorded: what each stage took, and its list."""
+        return self._played[(vector.tobytes(), self.index.share, stages)]
+
+    def learnt(self, vector: Vector, k: int) -> Learnt:
+        """A search by itself, in all its stages; that is also what it takes elsewhere."""
+        started_s = time.perf_counter()
+        lists = [found.ids.tolist() for found in self.index.search_staged(vector, k, MAX_STAGES)]
+        return Learnt(time.perf_counter() - started_s, lists)
 
     def record(self, vector: Vector, k: int) -> None:
         """Measure a search by itself, for when it is done elsewhere."""
@@ -95,6 +111,10 @@ class SearchOnlyKB:
             self._played[(vector.tobytes(), self.index.share, stages)] = run
         for _, found in run:
             self._hits(found)  # so that its chunks are tokenised
+
+    def chunk_ids(self) -> dict[int, tuple[int, ...]]:
+        """Token ids of all chunks that were found so far, by their numbers in the index."""
+        return {place + 1: chunk.token_ids for place, chunk in self._chunks.items()}
 
     def _hits(self, found: IndexHits) -> list[Hit]:
         return [

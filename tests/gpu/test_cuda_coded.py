@@ -22,6 +22,7 @@ from kvweave.engine.request import EngineRequest
 from kvweave.kernels.coded import codes_of, encode_rows_reference, relocate_coded_reference
 from kvweave.kernels.gpu import coded as rows_on_gpu
 from kvweave.kernels.gpu import segments as on_gpu
+from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.segment_plan import Room
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.kernels.segments import attend_segments_reference
@@ -180,8 +181,8 @@ def test_tables_of_codes_are_written_again_for_other_rows() -> None:
     """One graph answers for batches that grow, come and go; absent rows come out as zero."""
     world = make_batch(Heads(), 16, 6, 40, 0.2)
     heads = world.heads
-    shape = on_gpu.SegmentShape(heads.num, heads.kv, heads.dim, 16, torch.float32, coded=True)
-    tables = on_gpu.SegmentTables(8, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, 16, torch.float32, coded=True)
+    tables = SegmentTables(8, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
     own = world.key_pages.to(DEVICE, torch.float32), world.value_pages.to(DEVICE, torch.float32)
     host = world.coded(4, world.lift())
     coded = moved(host, DEVICE)

@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.kernels.gpu import segments as on_gpu
+from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.segment_plan import Room
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
@@ -125,11 +126,9 @@ class Steps:
 
     def __init__(self, world: SegmentWorld, num_rows: int) -> None:
         heads = world.heads
-        shape = on_gpu.SegmentShape(heads.num, heads.kv, heads.dim, world.page, torch.float32)
+        shape = SegmentShape(heads.num, heads.kv, heads.dim, world.page, torch.float32)
         self.world = world
-        self.tables = on_gpu.SegmentTables(
-            num_rows, Room(400, 900, 900, 900, 900), shape, DEVICE, 2
-        )
+        self.tables = SegmentTables(num_rows, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
         self.pages = pages_of(world, torch.float32)
         self.q = torch.zeros(num_rows, heads.num, heads.dim, device=DEVICE)
 

@@ -1,5 +1,7 @@
 """When speculation pays: learnt from searches."""
 
+import math
+
 import pytest
 
 from kvweave.plan.search_pace import FEWEST_ROWS, MAX_STAGES, PrefillPace, SearchPace
@@ -40,6 +42,29 @@ def test_long_steps_forbid_what_short_ones_allow() -> None:
     pace = searched(SearchPace(), 3, 0.1, EARLY)
     assert pace.is_worth(4, 8, 0.01)
     assert not pace.is_worth(4, 8, 5.0)
+
+
+def test_a_short_prefill_is_guessed_when_the_rest_of_the_search_just_covers_it() -> None:
+    pace = searched(SearchPace(), 20, 0.8, EARLY)  # 0.1 s a stage
+    worth = [stage for stage in range(1, 9) if pace.is_worth(stage, 8, 0.01, prefill_s=0.25)]
+    assert worth == [5, 6, 7], "0.3 s are left after stage 5, 0.2 s after stage 6"
+    assert pace.is_worth(1, 8, 0.01, prefill_s=5.0), "one that takes longer begins at once"
+
+
+def test_what_a_guess_gains_is_no_more_than_its_prefill() -> None:
+    pace = searched(SearchPace(), 20, 0.8, ["a"] * 6 + ["b"] * 2)
+    assert pace.is_worth(5, 8, 0.012, prefill_s=0.9)
+    assert not pace.is_worth(5, 8, 0.012, prefill_s=0.21)
+
+
+def test_what_a_prefill_takes_follows_its_rows_and_its_pace() -> None:
+    pace = PrefillPace()
+    assert pace.prefill_s == math.inf
+    pace.computed(100, 0.5)
+    assert pace.prefill_s == pytest.approx(0.5)
+    for _ in range(60):
+        pace.computed(400, 0.4)
+    assert pace.prefill_s == pytest.approx(0.4, rel=0.01)
 
 
 def test_what_was_learnt_is_forgotten_when_the_knowledge_base_changes() -> None:

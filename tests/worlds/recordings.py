@@ -63,7 +63,7 @@ def attend_plainly(
 
 
 class PlainSegmentTables:
-    """As kernels/gpu/segments.SegmentTables, which needs Triton."""
+    """As kernels/gpu/segment_tables.SegmentTables, which needs Triton."""
 
     def __init__(self, num_rows: int, room: int, *_: object) -> None:
         self.num_rows, self.room = num_rows, room
@@ -123,10 +123,12 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.DecodeTables = PlainTables  # type: ignore[attr-defined]
     stand_in.attend_decode = attend_plainly  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.decode", stand_in)
+    tables = ModuleType("kvweave.kernels.gpu.segment_tables")
+    tables.SegmentTables = PlainSegmentTables  # type: ignore[attr-defined]
+    tables.SegmentShape = lambda *_: None  # type: ignore[attr-defined]
+    tables.room_for_rows = lambda rows, tokens, chunks, *_: chunks  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.segment_tables", tables)
     shared = ModuleType("kvweave.kernels.gpu.segments")
-    shared.SegmentTables = PlainSegmentTables  # type: ignore[attr-defined]
-    shared.SegmentShape = lambda *_: None  # type: ignore[attr-defined]
-    shared.room_for_rows = lambda rows, tokens, chunks, *_: chunks  # type: ignore[attr-defined]
     shared.begin_step = lambda tables, turn: turn  # type: ignore[attr-defined]
     shared.attend_tables = attend_segments_plainly  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.segments", shared)

@@ -277,12 +277,12 @@ class RoutedAnswerer:
         num_stages = kb.num_stages(asked.num_chunks, most)
         stages = kb.search_staged(vector, asked.num_chunks, num_stages, asked.search)
         paces, mode = self._settings.paces, asked.speculate or self._speculation.mode
-        row_s = paces.prefill.row_s
+        row_s, prefill_s = paces.prefill.row_s, paces.prefill.prefill_s
 
         def is_worth(stage: int) -> bool:
             if mode == "on" or row_s is None:
                 return stage < num_stages  # a guess at the last stage is none
-            return paces.search.is_worth(stage, num_stages, row_s * STEP_ROWS)
+            return paces.search.is_worth(stage, num_stages, row_s * STEP_ROWS, prefill_s)
 
         most_prefills = self._speculation.max_prefill_bs or GUESSES_PER_REPLICA
         pending = self._fleet.pending_prefills

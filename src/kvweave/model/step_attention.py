@@ -120,7 +120,7 @@ class SharedAttention:
     def __init__(
         self, decoder: Decoder, pool: KVPool, num_rows: int, page_arrays: PageArrays
     ) -> None:
-        from kvweave.kernels.gpu.segments import SegmentShape, SegmentTables, room_for_rows
+        from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables, room_for_rows
 
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays

@@ -2,12 +2,14 @@
 
 A guess that is right saves the rest of the search, unless the two share cores: if a search takes
 twice as long beside a prefill, nothing is gained by having both at once. One that is wrong costs a
-wait for the next iteration boundary, because a step that runs is not interrupted. All of it is
+wait for the next iteration boundary, because a step that runs is not interrupted. Where a prefill
+is short beside the search, as on a GPU, guesses wait until no more than that is left. All of it is
 learnt from what happened: an index that probes the nearest clusters first stands early, one that
 compares everything in order of arrival stands late, and a small knowledge base is searched before a
 single step is over.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,13 +47,19 @@ class SearchPace:
             return 1
         return max(1, min(MAX_STAGES, int(self._search_s / STAGE_S)))
 
-    def is_worth(self, stage: int, num_stages: int, boundary_s: float) -> bool:
+    def is_worth(
+        self, stage: int, num_stages: int, boundary_s: float, prefill_s: float = math.inf
+    ) -> bool:
         """Whether a guess at this stage (1 is the first) is expected to gain time. `boundary_s` is
-        what a step of a guess takes."""
+        what a step of a guess takes, `prefill_s` what all of it does: no more can be hidden, and
+        as long as the next stage leaves time for all of it, a guess there is right more often."""
         if self._search_s is None or stage >= num_stages:
             return False
+        next_left_s = self._search_s * (1 - (stage + 1) / num_stages)
+        if stage + 1 < num_stages and next_left_s >= prefill_s:
+            return False
         stands = self.stands(stage, num_stages)
-        left_s = self._search_s * (1 - stage / num_stages)
+        left_s = min(prefill_s, self._search_s * (1 - stage / num_stages))
         # Beside each other both take `slowdown` times as long. What the prefill gets done in that
         # time, less what the search loses: left * slowdown / slowdown - left * (slowdown - 1).
         gained_s = left_s * (2 - self._slowdown)
@@ -92,16 +100,23 @@ class SearchPace:
 
 
 class PrefillPace:
-    """What a row of a prefill takes with one engine. Any thread."""
+    """What a prefill takes with one engine, and a row of it. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._row_s: float | None = None
+        self._rows = 0.0  # of a prefill
 
     @property
     def row_s(self) -> float | None:
         """None: no prefill was measured."""
         return self._row_s
+
+    @property
+    def prefill_s(self) -> float:
+        """What one takes that has as many rows as the latest; without end if none was measured."""
+        row_s = self._row_s
+        return math.inf if row_s is None else row_s * self._rows
 
     def computed(self, rows: int, seconds: float) -> None:
         """A prefill that had the engine to itself is through."""
@@ -110,6 +125,7 @@ class PrefillPace:
         with self._lock:
             before, newest = self._row_s, seconds / rows
             self._row_s = newest if before is None else before + GAIN * (newest - before)
+            self._rows = rows if before is None else self._rows + GAIN * (rows - self._rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,7 @@ class Speculation:
         num_stages = self._kb.num_stages(asked.num_chunks, most)
         stages = self._kb.search_staged(vector, asked.num_chunks, num_stages, asked.search)
         engine, boundary_s, pace = self._client.engine, self._boundary_s, self._paces.search
+        prefill_s = self._paces.prefill.prefill_s
 
         def start(hits: Sequence[Hit], held: bool) -> Attempt:
             made = submission_of(hits)
@@ -187,7 +188,7 @@ class Speculation:
         def is_worth(stage: int) -> bool:
             if mode == "on" or boundary_s is None:
                 return stage < num_stages  # a guess at the last stage is none
-            return pace.is_worth(stage, num_stages, boundary_s)
+            return pace.is_worth(stage, num_stages, boundary_s, prefill_s)
 
         speculator = Speculator(start, engine.pending_prefills, self._max_prefill_bs, is_worth)
         got = retrieve(stages, speculator)

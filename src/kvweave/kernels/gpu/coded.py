@@ -60,11 +60,10 @@ def _encode_rows(
 
 
 @triton.jit
-def _either(raw_ptr, codes_ptr, row, d, scale, is_raw, is_code, D: tl.constexpr):
-    """Channels d of rows of which some are raw and some are codes, in float32."""
-    raw = tl.load(raw_ptr + row + d, is_raw, other=0.0).to(tl.float32)
-    code = tl.load(codes_ptr + row + _byte(d, D), is_code, other=0).to(tl.float32)
-    return raw + code * scale[:, None]
+def _pairs(ptr, row, c, inside, scale):
+    """Channels c and c + D/2 of coded rows, in float32: they share a number."""
+    both = tl.load(ptr + row + c, inside, other=0).to(tl.int32)
+    return ((both << 24) >> 24).to(tl.float32) * scale, (both >> 8).to(tl.float32) * scale
 
 
 @triton.jit
@@ -72,46 +71,60 @@ def _relocate_coded(
     keys_ptr, values_ptr, k_ptr, v_ptr, scales_ptr, lift_ptr, out_keys_ptr, out_values_ptr,
     source_ptr, target_ptr, which_ptr, cos_ptr, sin_ptr, num_rows,
     HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    LIFTED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+    LIFTED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """Two channels share a number, and RoPE turns two together: these are the same two where it
+    turns all of a head (HALF is D/2). Elsewhere keys are read byte by byte."""
     n = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     head = tl.program_id(1)
     live = n < num_rows
     source = tl.load(source_ptr + n, live, other=0)
     target = tl.load(target_ptr + n, live, other=0)
     which = tl.load(which_ptr + n, live, other=0)
-    raw, code = live & (which == 0), live & (which > 0)
-    row = (source * HK + head)[:, None] * D
-    out = (target * HK + head)[:, None] * D
+    code = live & (which > 0)
     scale_at = scales_ptr + _scale_at(source, head, HK, PAGE)
-    k_scale = tl.load(scale_at, code, other=0.0).to(tl.float32)
-    v_scale = tl.load(scale_at + 1, code, other=0.0).to(tl.float32)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    is_raw, is_code = raw[:, None] & (d < D), code[:, None] & (d < D)
-    v = _either(values_ptr, v_ptr, row, d, v_scale, is_raw, is_code, D)
-    tl.store(out_values_ptr + out + d, v, live[:, None] & (d < D))
-    j = tl.arange(0, BLOCK_HALF)[None, :]
-    in_half = live[:, None] & (j < HALF)
-    is_raw, is_code = raw[:, None] & (j < HALF), code[:, None] & (j < HALF)
-    cos = tl.load(cos_ptr + which[:, None] * HALF + j, in_half, other=0.0)
-    sin = tl.load(sin_ptr + which[:, None] * HALF + j, in_half, other=0.0)
-    k1 = _either(keys_ptr, k_ptr, row, j, k_scale, is_raw, is_code, D)
-    k2 = _either(keys_ptr, k_ptr, row, HALF + j, k_scale, is_raw, is_code, D)
+    k_scale = tl.load(scale_at, code, other=0.0).to(tl.float32)[:, None]
+    v_scale = tl.load(scale_at + 1, code, other=0.0).to(tl.float32)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = code[:, None] & (c < D // 2)
+    from_c = (source * HK + head)[:, None] * (D // 2)
+    out = (target * HK + head)[:, None] * D
+    low, high = _pairs(v_ptr, from_c, c, inside, v_scale)
+    tl.store(out_values_ptr + out + c, low, inside)
+    tl.store(out_values_ptr + out + D // 2 + c, high, inside)
+    low, high = _pairs(k_ptr, from_c, c, inside, k_scale)
     if LIFTED:
-        lift = tl.load(lift_ptr + head * D + j, j < HALF, other=1.0)
-        k1 = tl.where(is_code, k1 * lift, k1)
-        k2 = tl.where(is_code, k2 * lift, k2)
-    tl.store(out_keys_ptr + out + j, tl.where(is_raw, k1, k1 * cos - k2 * sin), in_half)
-    tl.store(out_keys_ptr + out + HALF + j, tl.where(is_raw, k2, k2 * cos + k1 * sin), in_half)
-    if D > 2 * HALF:
-        beyond = (d >= 2 * HALF) & (d < D)
-        is_raw, is_code = raw[:, None] & beyond, code[:, None] & beyond
-        rest = _either(keys_ptr, k_ptr, row, d, k_scale, is_raw, is_code, D)
+        low *= tl.load(lift_ptr + head * D + c, c < D // 2, other=1.0)
+        high *= tl.load(lift_ptr + head * D + D // 2 + c, c < D // 2, other=1.0)
+    at = which[:, None] * HALF
+    if HALF == D // 2:
+        cos = tl.load(cos_ptr + at + c, inside, other=0.0)
+        sin = tl.load(sin_ptr + at + c, inside, other=0.0)
+        tl.store(out_keys_ptr + out + c, low * cos - high * sin, inside)
+        tl.store(out_keys_ptr + out + HALF + c, high * cos + low * sin, inside)
+    else:
+        byte_ptr = k_ptr.to(tl.pointer_type(tl.int8))
+        d = tl.arange(0, BLOCK_D)[None, :]
+        wide = code[:, None] & (d < D)
+        other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+        j = tl.where(d < HALF, d, d - HALF)
+        turns = wide & (d < 2 * HALF)
+        cos = tl.load(cos_ptr + at + j, turns, other=1.0)
+        sin = tl.load(sin_ptr + at + j, turns, other=0.0)
+        row = (source * HK + head)[:, None] * D
+        k1 = tl.load(byte_ptr + row + _byte(d, D), wide, other=0).to(tl.float32) * k_scale
+        k2 = tl.load(byte_ptr + row + _byte(other, D), wide, other=0).to(tl.float32) * k_scale
         if LIFTED:
-            lift = tl.load(lift_ptr + head * D + d, beyond, other=1.0)
-            rest = tl.where(is_code, rest * lift, rest)
-        tl.store(out_keys_ptr + out + d, rest, live[:, None] & beyond)
+            k1 *= tl.load(lift_ptr + head * D + d, d < D, other=1.0)
+            k2 *= tl.load(lift_ptr + head * D + other, d < D, other=1.0)
+        tl.store(out_keys_ptr + out + d, k1 * cos + tl.where(d < HALF, -k2, k2) * sin, wide)
+    raw = live & (which == 0)
+    if tl.max(raw.to(tl.int32), 0) > 0:  # the exact front: few programs have some
+        d = tl.arange(0, BLOCK_D)[None, :]
+        plain = raw[:, None] & (d < D)
+        row = (source * HK + head)[:, None] * D
+        tl.store(out_keys_ptr + out + d, tl.load(keys_ptr + row + d, plain, other=0.0), plain)
+        tl.store(out_values_ptr + out + d, tl.load(values_ptr + row + d, plain, other=0.0), plain)
 
 
 def encode_rows(keys: Tensor, values: Tensor, slots: Tensor, coded: CodedPages) -> None:
@@ -140,10 +153,10 @@ def relocate_coded(
     _, heads, head_dim = keys.shape
     num_rows, half, lift = moves.source.shape[0], turn.cos.shape[-1], coded.lift
     _relocate_coded[(-(-num_rows // ROWS), heads)](
-        keys, values, *_bytes(coded), coded.scales, coded.scales if lift is None else lift,
-        out_keys, out_values, *moves, *turn, num_rows,
+        keys, values, coded.keys, coded.values, coded.scales,
+        coded.scales if lift is None else lift, out_keys, out_values, *moves, *turn, num_rows,
         HK=heads, D=head_dim, HALF=half, PAGE=coded.keys.shape[1], LIFTED=lift is not None,
-        BLOCK_R=ROWS, BLOCK_HALF=triton.next_power_of_2(half),
+        BLOCK_R=ROWS, BLOCK_C=triton.next_power_of_2(head_dim // 2),
         BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ by side in both halves, and are merged.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,16 +81,23 @@ class ChunkArrays:
         self.word_at[[mask is None for mask in masks]] = NO_MASK
         # rows that are not replaced, in even blocks of at most `size`: whose chunk's each block is,
         # where it begins, how many such rows it has. It ends within WINDOW rows of its first
-        cuts = [_cut(_live(chunk), size) for chunk in chunks]
+        cuts = [_blocks(chunk, size) for chunk in chunks]
         self.block_chunk = np.repeat(np.arange(len(cuts)), [len(first) for first, _ in cuts])
         self.block_first = np.concatenate([first for first, _ in cuts])
         self.block_keys = np.concatenate([num for _, num in cuts])
 
 
-def _live(chunk: SharedChunk) -> NDArray[np.int64]:
+def _blocks(chunk: SharedChunk, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     if chunk.replaced is None:
-        return np.arange(chunk.num_tokens)
-    return np.flatnonzero(~chunk.replaced.numpy())
+        return _even(chunk.num_tokens, size)
+    return _cut(np.flatnonzero(~chunk.replaced.numpy()), size)
+
+
+@lru_cache(maxsize=4096)
+def _even(num_tokens: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks of a chunk of which nothing is replaced: chunks of one length have the same. Callers
+    only read them."""
+    return _cut(np.arange(num_tokens), size)
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
@@ -133,10 +141,11 @@ class Sharing:
         self.tiling = tiling
         there = [(row, arrays) for row, arrays in enumerate(rows) if arrays is not None]
         names: dict[tuple[tuple[int, ...], int], int] = {}
-        chunk = np.array(
-            [names.setdefault(name, len(names)) for _, each in there for name in each.names],
-            dtype=np.int64,
-        )
+        numbers = {  # rows of one prompt hold the same object: each is looked into once
+            id(each): np.array([names.setdefault(name, len(names)) for name in each.names])
+            for each in dict.fromkeys(each for _, each in there)
+        }
+        chunk = _joined([numbers[id(each)] for _, each in there])
         order = np.argsort(chunk, kind="stable")
         chunk = chunk[order]
         pages = [own for own, _ in names]
@@ -180,6 +189,10 @@ class Sharing:
         bits: NDArray[np.int64],
     ) -> None:
         """Blocks of chunks that one row alone holds: row, first slot, keys, pair, mask bit."""
+        if not (pair >= 0).any():  # as of one prompt: its rows share all it has
+            self._alone = np.zeros((0, 5), dtype=np.int64)
+            self._alone_of = np.zeros(self.num_rows, dtype=np.int64)
+            return
         before = np.cumsum([0, *(len(each.names) for _, each in there)])[:-1]
         num_blocks = [len(each.block_chunk) for _, each in there]
         place = _joined([each.block_chunk for _, each in there]) + np.repeat(before, num_blocks)

@@ -1,0 +1,455 @@
+"""The kernels of segments.py: queries turned, keys found, rows and tiles attended, answers merged.
+
+Arguments are called as the tables that they point to (`segment_plan.py` says what is in those).
+"""
+
+import triton
+import triton.language as tl
+
+HIDDEN = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def turn_queries(
+    q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, lift_ptr, q_row, q_head,
+    num_rows,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    PLACED: tl.constexpr, LIFTED: tl.constexpr,
+):  # fmt: skip
+    """The query of every pair [pairs, HQ, D]: turned back by its start. PLACED: first to its row's
+    position, and rounded, as if that had been done before. LIFTED: multiplied by what the keys of
+    chunks, whose pairs come behind those of the rows, were divided by."""
+    pair = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    j = tl.arange(0, BLOCK_HALF)
+    inside = (h < HQ)[:, None] & (j < HALF)[None, :]
+    row = tl.load(pairs_ptr + pair * 4).to(tl.int64)
+    if row >= 0:
+        x_at = q_ptr + row * q_row + h[:, None] * q_head
+        out_at = out_ptr + (pair.to(tl.int64) * HQ + h)[:, None] * D
+        x1 = tl.load(x_at + j[None, :], inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x_at + HALF + j[None, :], inside, other=0.0).to(tl.float32)
+        if PLACED:
+            cos = tl.load(at_cos + row * HALF + j, j < HALF, other=0.0).to(tl.float32)[None, :]
+            sin = tl.load(at_sin + row * HALF + j, j < HALF, other=0.0).to(tl.float32)[None, :]
+            y1 = (x1 * cos - x2 * sin).to(q_ptr.dtype.element_ty).to(tl.float32)
+            x2 = (x2 * cos + x1 * sin).to(q_ptr.dtype.element_ty).to(tl.float32)
+            x1 = y1
+        cos = tl.load(back_cos + pair * HALF + j, j < HALF, other=0.0)[None, :]
+        sin = tl.load(back_sin + pair * HALF + j, j < HALF, other=0.0)[None, :]
+        lift_at = lift_ptr + (h // G)[:, None] * D
+        lifts = inside & (pair >= num_rows)
+        if LIFTED:
+            lift = tl.load(lift_at + j[None, :], lifts, other=1.0)
+            x1 = x1 * lift
+            x2 = x2 * lift
+        tl.store(out_at + j[None, :], x1 * cos - x2 * sin, inside)
+        tl.store(out_at + HALF + j[None, :], x2 * cos + x1 * sin, inside)
+        if D > 2 * HALF:
+            d = tl.arange(0, BLOCK_D)
+            rest = (h < HQ)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+            x = tl.load(x_at + d[None, :], rest, other=0.0)
+            if LIFTED:
+                lifts = rest & (pair >= num_rows)
+                x = x.to(tl.float32) * tl.load(lift_at + d[None, :], lifts, other=1.0)
+            tl.store(out_at + d[None, :], x, rest)
+
+
+@triton.jit
+def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
+    """One block more: scores s [M, N], HIDDEN where a row does not look, and values v [N, D]."""
+    m_new = tl.maximum(m, tl.max(s, 1) * scale)
+    base = tl.where(m_new == HIDDEN, 0.0, m_new)  # a row that has seen nothing yet
+    alpha = tl.exp2(m - base)
+    p = tl.exp2(s * scale - base[:, None])
+    total = total * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total
+
+
+@triton.jit
+def _low(x, DTYPE: tl.constexpr):
+    """The codes in the lower bytes: of the first half of a head's channels."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        # a code c >= 0 is (128 + its 7 bits) - 128, one below 0 is (128 + its 7 bits) - 256, and
+        # all of these are exact; the unit that converts integers is four times as slow
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, minus;
+            mov.b32 minus, 0xbf80bf80;
+            lop3.b32 a, $1, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 b, $1, 0x00800080, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, b, minus, a;
+            }""",
+            "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = ((x.to(tl.int32) << 24) >> 24).to(DTYPE)
+    return found
+
+
+@triton.jit
+def _high(x, DTYPE: tl.constexpr):
+    """The codes in the upper bytes: of the other half."""
+    if DTYPE == tl.bfloat16:  # noqa: SIM300
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, up, minus;
+            mov.b32 minus, 0xbf80bf80;
+            shr.b32 up, $1, 8;
+            lop3.b32 a, up, 0x007f007f, 0x43004300, 0xea;
+            lop3.b32 b, up, 0x00800080, 0x43004300, 0xea;
+            fma.rn.bf16x2 $0, b, minus, a;
+            }""",
+            "=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        found = (x.to(tl.int32) >> 8).to(DTYPE)
+    return found
+
+
+@triton.jit
+def _all(x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The codes of numbers x [N, C], one half of the channels behind the other: [N, 2 C]."""
+    both = tl.permute(tl.join(_low(x, DTYPE), _high(x, DTYPE)), (0, 2, 1))
+    return tl.reshape(both, (BLOCK_N, 2 * BLOCK_C))
+
+
+@triton.jit
+def _scales(both):
+    """Of keys and of values, from numbers that hold two halves."""
+    of_keys = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True)
+    of_values = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return of_keys.to(tl.float32), of_values.to(tl.float32)
+
+
+@triton.jit
+def place_keys(
+    slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr, num_rows,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of every block by row lie in the pool [blocks, BLOCK_N]; -1: there is none.
+    Pairs behind those of the rows look at chunks, whose pages may hold more."""
+    j = tl.arange(0, WINDOW)
+    for b in range(tl.program_id(0), tl.load(step_ptr), tl.num_programs(0)):
+        block = blocks_ptr + b * 4
+        slot, num, bit = tl.load(block) + j, tl.load(block + 1), tl.load(block + 3)
+        live = j < num
+        nth = j
+        if bit >= 0:  # replaced rows are left out
+            word = tl.load(words_ptr + (bit + j) // 32)
+            kept = (((word >> ((bit + j) % 32)) & 1) == 0).to(tl.int32)
+            nth = tl.cumsum(kept, 0) - 1
+            live = (kept > 0) & (nth < num)
+        size = PAGE
+        if CHUNK_PAGE != PAGE:
+            size = tl.where(tl.load(block + 2) >= num_rows, CHUNK_PAGE, PAGE)
+        page = tl.load(pages_ptr + slot // size, live, other=0)
+        to = slots_ptr + tl.cast(b, tl.int64) * BLOCK_N
+        tl.store(to + nth, page * size + slot % size, live)
+        tl.store(to + j, tl.full([WINDOW], -1, tl.int32), (j >= num) & (j < BLOCK_N))
+
+
+@triton.jit
+def _by_row(
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
+    k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A piece and a KV head."""
+    head = unit % HK
+    piece = pieces_ptr + unit // HK * 4
+    b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    at = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_N)
+    inside = (at < G)[:, None] & (d < D)[None, :]
+    q_at = q_ptr + ((head * G + at) * D)[:, None] + d[None, :]
+    k_base = k_ptr + head * k_head + d[None, :]
+    v_base = v_ptr + head * v_head + d[None, :]
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for b in tl.range(b0, b1, num_stages=STAGES):
+        slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
+        pair = tl.load(blocks_ptr + b * 4 + 2)
+        there = slot >= 0
+        live = there[:, None] & (d < D)[None, :]
+        k = tl.load(k_base + (slot.to(tl.int64) * k_row)[:, None], live, other=0.0)
+        v = tl.load(v_base + (slot.to(tl.int64) * v_row)[:, None], live, other=0.0)
+        q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.where(there[None, :], s, HIDDEN)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    part = (cell.to(tl.int64) * HK + head) * G + at
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), at < G)
+
+
+@triton.jit
+def _by_row_codes(
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
+    scale,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_row`, of a piece that has codes: the halves of a head's channels are apart."""
+    head = unit % HK
+    piece = pieces_ptr + unit // HK * 4
+    b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    at = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    j = tl.arange(0, BLOCK_N)
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    C: tl.constexpr = D // 2
+    inside = (at < G)[:, None] & (c < C)[None, :]
+    q_at = q_ptr + ((head * G + at) * D)[:, None] + c[None, :]
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    acc1 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    for b in tl.range(b0, b1, num_stages=STAGES):
+        slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
+        pair = tl.load(blocks_ptr + b * 4 + 2)
+        there = slot >= 0
+        row = (slot.to(tl.int64) * HK + head) * C
+        k = tl.load(k_ptr + row[None, :] + c[:, None], there[None, :] & (c < C)[:, None], 0)
+        v = tl.load(v_ptr + row[:, None] + c[None, :], there[:, None] & (c < C)[None, :], 0)
+        both = tl.load(scales_ptr + (slot // PAGE * HK + head) * PAGE + slot % PAGE, there, 0)
+        q0 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
+        q1 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D) + C, inside, other=0.0)
+        s = tl.dot(q0, _low(k, DTYPE), input_precision=PRECISION)
+        s = tl.dot(q1, _high(k, DTYPE), s, input_precision=PRECISION)
+        k_scale, v_scale = _scales(both)
+        s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        base = tl.where(m_new == HIDDEN, 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s * scale - base[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        p = (p * v_scale[None, :]).to(DTYPE)
+        acc0 = tl.dot(p, _low(v, DTYPE), acc0 * alpha[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p, _high(v, DTYPE), acc1 * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    part = (cell.to(tl.int64) * HK + head) * G + at
+    part_at = part_ptr + part[:, None] * D + c[None, :]
+    tl.store(part_at, acc0 * share, inside)
+    tl.store(part_at + C, acc1 * share, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), at < G)
+
+
+@triton.jit
+def _by_chunk(
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
+    first_cell, scale, k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile and a KV head."""
+    at = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_N)
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
+    slot0, num = tl.load(tile), tl.load(tile + 1)
+    word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
+    members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
+    here = at // G < members
+    inside = here[:, None] & (d < D)[None, :]
+    pair = pair0 + at // G
+    q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
+    mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key0 in tl.range(0, num, BLOCK_N, num_stages=STAGES):
+        there = key0 + j < num
+        slot = slot0 + key0 + j
+        page = tl.load(pages_ptr + slot // PAGE, there, other=0)
+        slot = (page * PAGE + slot % PAGE).to(tl.int64)
+        live = there[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
+        v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = tl.where(there[None, :], s, HIDDEN)
+        if masked > 0:
+            gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+            for w in tl.static_range(BLOCK_N // 32):
+                bits_at = words_ptr + mask + word0 + key0 // 32 + w
+                bits = tl.load(bits_at, mask >= 0, other=0)
+                gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
+            s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
+    part = (cell.to(tl.int64) * HK + head) * G + at % G
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), here)
+
+
+@triton.jit
+def _by_chunk_codes(
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+    words_ptr, first_cell, scale,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_chunk`, of codes; a block has 64 keys at most."""
+    at = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    x = tl.arange(0, 2 * BLOCK_C)
+    j = tl.arange(0, BLOCK_N)
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
+    slot0, num = tl.load(tile), tl.load(tile + 1)
+    word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
+    members, cut = tl.load(tile + 4), tl.load(tile + 5)
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    C: tl.constexpr = D // 2
+    d = x // BLOCK_C * C + x % BLOCK_C  # both halves are filled up
+    here = at // G < members
+    inside = here[:, None] & (x % BLOCK_C < C)[None, :]
+    pair = pair0 + at // G
+    q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
+    q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
+    mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    m = tl.full([BLOCK_M], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
+    for key0 in tl.range(0, num, BLOCK_N, num_stages=STAGES):
+        there = key0 + j < num
+        slot = slot0 + key0 + j
+        page = tl.load(pages_ptr + slot // PAGE, there, other=0)
+        row = ((page * PAGE + slot % PAGE).to(tl.int64) * HK + head) * C
+        live = there[:, None] & (c < C)[None, :]
+        k = tl.load(k_ptr + row[:, None] + c[None, :], live, 0)
+        v = tl.load(v_ptr + row[:, None] + c[None, :], live, 0)
+        both = tl.load(scales_ptr + (page * HK + head) * PAGE + slot % PAGE, there, 0)
+        # here, and for all tiles: so they are under way as early as the keys are
+        word = words_ptr + mask + word0 + key0 // 32
+        bits0 = tl.load(word, mask >= 0, other=0)
+        bits1 = tl.load(word + (BLOCK_N // 32 - 1), mask >= 0, other=0)
+        keys = tl.trans(_all(k, DTYPE, BLOCK_N, BLOCK_C))
+        s = tl.dot(q, keys, input_precision=PRECISION)
+        k_scale, v_scale = _scales(both)
+        gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
+        s = tl.where(there[None, :] & ((gone & 1) == 0), s * k_scale[None, :], HIDDEN)
+        m_new = tl.maximum(m, tl.max(s, 1) * scale)
+        base = tl.where(m_new == HIDDEN, 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s * scale - base[:, None])
+        total = total * alpha + tl.sum(p, 1)
+        p = (p * v_scale[None, :]).to(DTYPE)
+        values = _all(v, DTYPE, BLOCK_N, BLOCK_C)
+        acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
+        m = m_new
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
+    part = (cell.to(tl.int64) * HK + head) * G + at % G
+    tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
+    tl.store(lse_ptr + part, m + tl.log2(total), here)
+
+
+@triton.jit
+def attend_cells(
+    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
+    counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
+    k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The first `num_walkers` programs walk over tiles, however many there are, one beside each
+    other program of a multiprocessor; every other program answers for a piece."""
+    if tl.program_id(0) < num_walkers:
+        for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
+            _by_chunk(
+                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
+                words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+    else:
+        _by_row(
+            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+            blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+            G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def attend_code_cells(
+    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr,
+    blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
+    num_walkers, scale, k_row, k_head, v_row, v_head,
+    G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr,
+    ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
+    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `attend_cells`, where chunks lie in 8 bits. There are as many walkers as may run at the
+    same time, and as many of these walk as have the same number of tiles."""
+    if tl.program_id(0) < num_walkers:
+        num_units, walking = tl.load(counts_ptr + 1) * HK, tl.load(counts_ptr + 2)
+        first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
+        for unit in range(first, num_units, walking):
+            _by_chunk_codes(
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
+                tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
+                G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+    else:
+        mine = tl.program_id(0) - num_walkers
+        if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
+            _by_row_codes(
+                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
+                pieces_ptr, blocks_ptr, slots_ptr, scale,
+                G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, PRECISION,
+            )  # fmt: skip
+        else:
+            _by_row(
+                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+                blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_cells(
+    out_ptr, part_ptr, lse_ptr, by_row_ptr, by_chunk_ptr, first_cell, out_row, out_head,
+    HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PART_S: tl.constexpr,
+):  # fmt: skip
+    """One row and head: its cells by row and by chunk. A row that saw no key becomes zero."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    own0, num_own = tl.load(by_row_ptr + row * 2), tl.load(by_row_ptr + row * 2 + 1)
+    held0, num_held = tl.load(by_chunk_ptr + row * 2), tl.load(by_chunk_ptr + row * 2 + 1)
+    d = tl.arange(0, BLOCK_D)
+    nth = tl.arange(0, PART_S)
+    m = -1.0e30
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_own + num_held, PART_S):
+        i = start + nth
+        cell = tl.where(i < num_own, own0 + i, first_cell + held0 + i - num_own).to(tl.int64)
+        live = i < num_own + num_held
+        part = cell * HQ + head
+        lse = tl.load(lse_ptr + part, live, other=HIDDEN)
+        o_at = part_ptr + part[:, None] * D + d[None, :]
+        o = tl.load(o_at, live[:, None] & (d < D)[None, :], other=0.0)
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        alpha, share = tl.exp2(m - m_new), tl.exp2(lse - m_new)
+        acc = acc * alpha + tl.sum(o * share[:, None], 0)
+        total = total * alpha + tl.sum(share, 0)
+        m = m_new
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    out_at = out_ptr + row.to(tl.int64) * out_row + head * out_head
+    tl.store(out_at + d, acc.to(out_ptr.dtype.element_ty), d < D)
