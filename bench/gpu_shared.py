@@ -240,8 +240,8 @@ def measure_throughput(world: SharedWorld) -> dict[str, Any]:
         "requests_per_s": {f"{mode} {ratio}": round(r, 2) for (mode, ratio), r in rates.items()},
         "ttft_bound_ms": round(bound_s * 1e3),
         "full_unloaded_ms": round(full_s * 1e3, 1),
-        **{name: value for (name, ratio), value in over.items() if ratio},
-        **{f"{name}_at_0": value for (name, ratio), value in over.items() if not ratio},
+        **{name: value for (name, ratio), value in over.items() if ratio == RATIOS[-1]},
+        **{f"{n}_at_{100 * r:g}": value for (n, r), value in over.items() if r != RATIOS[-1]},
     }
 
 

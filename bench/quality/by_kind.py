@@ -83,6 +83,7 @@ def main() -> None:
         **result_header("quality_by_kind", args.device),
         "model": args.model,
         "dtype": args.dtype,
+        "tf32": args.tf32,
         "system": args.system,
         "questions": count,
         "of": len(todo),
@@ -177,6 +178,7 @@ class Bench:
             "tokens": found.num_tokens,
             "chunks": found.num_chunks,
             "noise": found.noise,
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
             "settings": [[each.strategy.name, each.ratio] for each in self.settings],
             "outcomes": {
                 name: [[*o.judged, o.nll_gap, o.work] for o in outcomes]

@@ -36,7 +36,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import Prompt
 from kvweave.types import Chunk, ChunkId, Hit
-from speculation.modes import MODES, Bench, Learnt, Row
+from speculation.modes import MODES, Bench, Learnt, PromptOf, Row
 
 PREAMBLE = 32  # tokens
 ASKING = 16  # tokens of the template around a question
@@ -118,7 +118,9 @@ def main() -> None:
             "shape": args.shape, "weights": "random", "dtype": str(dtype),
             "questions": len(questions) - 1, "passages": kept["passages"],
             "vectors": kept["vectors"], "recorded_on": kept["recorded_on"],
+            "recorded_with": kept.get("args"),
         },
+        "same_answers": {m: sum(row[m]["same_answers"] for row in rows) for m in MODES},
         "speculation_over_plain": best["auto"]["times"],
         "speculation_worst": worst["auto"]["times"],
         "rows": rows,
@@ -134,7 +136,7 @@ def measure(
     level: dict[str, Any],
     kb: ReplayedKB,
     asking: EngineClient,
-    prompt_of: Any,
+    prompt_of: PromptOf,
     questions: Sequence[str],
     device: torch.device,
 ) -> Row:
@@ -148,8 +150,6 @@ def measure(
               for q in questions]  # fmt: skip
     return {"k": k, "share": share, "chunk_tokens": round(sum(tokens) / len(tokens)), **found}
 
-
-assert MODES[0] == "off", "what the others are compared with"
 
 if __name__ == "__main__":
     main()

@@ -20,7 +20,7 @@ from kvweave.app.requests import exact_request
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.sampling import Sampling
-from kvweave.plan.search_pace import MAX_STAGES, Paces
+from kvweave.plan.search_pace import Paces
 from kvweave.text.prompt import Prompt
 from kvweave.types import Hit
 
@@ -28,10 +28,12 @@ MODES: tuple[SpeculationMode, ...] = ("off", "on", "auto")
 WARM_UP = "Who are you?"
 LEARN = 16  # searches that teach "auto" before anything is measured
 Row = dict[str, Any]
+PromptOf = Callable[[str, Sequence[Hit]], Prompt]  # a question, and the chunks found for it
 
 
 class SearchedKB(Protocol):
-    """As much of a knowledge base as `Speculation` uses, and the time of its last plain search."""
+    """What `Speculation` searches, as if it were a `KnowledgeBase`, says what its last plain search
+    took."""
 
     searched_s: float
 
@@ -60,7 +62,7 @@ class Bench:
 
     kb: SearchedKB
     asking: EngineClient
-    prompt_of: Callable[[str, Sequence[Hit]], Prompt]
+    prompt_of: PromptOf
     k: int
     sampling: Sampling
     eos_ids: Sequence[int]
@@ -101,11 +103,12 @@ class Bench:
             for mode in MODES
         }
         for each in learnt:
-            paces["auto"].search.searched(each.seconds, each.lists, MAX_STAGES)
+            paces["auto"].search.searched(each.seconds, each.lists, len(each.lists))
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         for number, question in enumerate(questions):
-            for mode, speculation in by_mode.items():
-                one = self.ask(speculation, question, f"{named} {mode}")
+            first = number % len(MODES)  # what comes first pays for what the others find ready
+            for mode in (*MODES[first:], *MODES[:first]):
+                one = self.ask(by_mode[mode], question, f"{named} {mode}")
                 if number:
                     got[mode].append(one)
         return summary(got)

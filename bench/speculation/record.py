@@ -17,7 +17,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
-from common.results import finish, result_header
+from common.results import finish, portable_args, result_header
 from kvweave.model.files.locate import locate
 from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ def main() -> None:
         for share in args.shares
     ]
     kept = {
+        "args": portable_args(sys.argv[1:]),
         "recorded_on": result_header("speculation_searches", "cpu")["device"],
         "vectors": len(world.kb.index),
         "passages": world.passages,

@@ -109,8 +109,8 @@ class SearchOnlyKB:
                 run.append((time.perf_counter() - since_s, found))
                 since_s = time.perf_counter()
             self._played[(vector.tobytes(), self.index.share, stages)] = run
-        for _, found in run:
-            self._hits(found)  # so that its chunks are tokenised
+            for _, found in run:
+                self._hits(found)  # so that its chunks are tokenised
 
     def chunk_ids(self) -> dict[int, tuple[int, ...]]:
         """Token ids of all chunks that were found so far, by their numbers in the index."""

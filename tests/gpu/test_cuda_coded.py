@@ -22,8 +22,8 @@ from kvweave.engine.request import EngineRequest
 from kvweave.kernels.coded import codes_of, encode_rows_reference, relocate_coded_reference
 from kvweave.kernels.gpu import coded as rows_on_gpu
 from kvweave.kernels.gpu import segments as on_gpu
-from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.segment_plan import Room
+from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import CodedPages, RowMoves
@@ -64,7 +64,7 @@ def empty_pages(pages: int, page: int, heads: int, dim: int, lift: Tensor | None
 
 @pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(8, 128, 64), (2, 64, 32), (3, 80, 20)])
+@pytest.mark.parametrize("shape", [(8, 128, 64), (2, 64, 32), (3, 80, 20), (3, 80, 40)])
 def test_rows_are_coded_and_laid_as_the_definitions_say(
     dtype: torch.dtype, shape: tuple[int, int, int], lifted: bool
 ) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.kernels.gpu import segments as on_gpu
-from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.segment_plan import Room
+from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import SegmentedRows

@@ -57,7 +57,13 @@ def test_what_a_guess_gains_is_no_more_than_its_prefill() -> None:
     assert not pace.is_worth(5, 8, 0.012, prefill_s=0.21)
 
 
-def test_what_a_prefill_takes_follows_its_rows_and_its_pace() -> None:
+def test_a_wrong_guess_costs_no_more_than_its_prefill() -> None:
+    pace = searched(SearchPace(), 20, 0.8, EARLY)
+    assert pace.is_worth(7, 8, 60.0, prefill_s=0.15)
+    assert not pace.is_worth(7, 8, 60.0, prefill_s=60.0)
+
+
+def test_what_a_prefill_takes_is_learnt_as_a_whole() -> None:
     pace = PrefillPace()
     assert pace.prefill_s == math.inf
     pace.computed(100, 0.5)

@@ -99,7 +99,7 @@ def measure(
     answered: list[CaseOutcomes] = []
     for case in cases:
         answered.append(_CaseRun(decoder, tokenizer, prefixes, case).run(encodings, settings))
-        _check_precision(answered, len(cases), _rounds_as(decoder), bound)
+        _check_precision(answered, len(cases), _dtype_of(decoder), bound)
         if on_case is not None:
             on_case(len(answered))
     return answered
@@ -196,7 +196,7 @@ class _CaseRun:
         return scores
 
     def _check_noise(self, check: Outcome) -> float:
-        limit = NOISE_LIMITS[_rounds_as(self._decoder)]
+        limit = NOISE_LIMITS[_dtype_of(self._decoder)]
         kl = check.judged.kl_mean
         if not kl <= limit:  # a NaN is no noise either
             raise ModelError(
@@ -217,13 +217,6 @@ class _CaseRun:
 
 def _dtype_of(decoder: FusionDecoder) -> torch.dtype:
     return decoder.embed(torch.zeros(1, dtype=torch.int64, device=decoder.device)).dtype
-
-
-def _rounds_as(decoder: FusionDecoder) -> torch.dtype:
-    """The type whose noise a run may have. TF32 keeps as many bits of a factor as float16."""
-    dtype = _dtype_of(decoder)
-    in_tf32 = decoder.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return torch.float16 if dtype == torch.float32 and in_tf32 else dtype
 
 
 def _check_precision(

@@ -63,7 +63,7 @@ class SearchPace:
         # Beside each other both take `slowdown` times as long. What the prefill gets done in that
         # time, less what the search loses: left * slowdown / slowdown - left * (slowdown - 1).
         gained_s = left_s * (2 - self._slowdown)
-        return stands * gained_s > (1 - stands) * boundary_s
+        return stands * gained_s > (1 - stands) * min(boundary_s, prefill_s)
 
     def stands(self, stage: int, num_stages: int) -> float:
         """Share of searches whose list was the last one already after this stage."""
@@ -105,7 +105,7 @@ class PrefillPace:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._row_s: float | None = None
-        self._rows = 0.0  # of a prefill
+        self._prefill_s = math.inf
 
     @property
     def row_s(self) -> float | None:
@@ -114,9 +114,8 @@ class PrefillPace:
 
     @property
     def prefill_s(self) -> float:
-        """What one takes that has as many rows as the latest; without end if none was measured."""
-        row_s = self._row_s
-        return math.inf if row_s is None else row_s * self._rows
+        """What a whole one takes; without end if none was measured."""
+        return self._prefill_s
 
     def computed(self, rows: int, seconds: float) -> None:
         """A prefill that had the engine to itself is through."""
@@ -124,8 +123,11 @@ class PrefillPace:
             return
         with self._lock:
             before, newest = self._row_s, seconds / rows
-            self._row_s = newest if before is None else before + GAIN * (newest - before)
-            self._rows = rows if before is None else self._rows + GAIN * (rows - self._rows)
+            if before is None:
+                self._prefill_s, self._row_s = seconds, newest
+                return
+            self._prefill_s += GAIN * (seconds - self._prefill_s)
+            self._row_s = before + GAIN * (newest - before)
 
 
 @dataclass(frozen=True, slots=True)

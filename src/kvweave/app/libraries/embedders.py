@@ -15,8 +15,8 @@ from kvweave.app.library.library import OpenEmbedder
 from kvweave.corpus.embedder import Embedder, Vectors
 
 IsQuiet = Callable[[float], bool]  # waits until no answer is in the making, so long at most
-# Embedding documents at a time. An answer that begins meanwhile has half of the cores until the
-# slice is over, so that its first token comes so much later.
+# So long documents are embedded at a time. An answer that begins meanwhile has half of the cores
+# until the slice is over, and its first token comes so much later.
 SLICE_S = 0.05
 # of the time, for documents, while answers are in the making. They have half of the cores then, so
 # that an answer takes 1.2 times as long.

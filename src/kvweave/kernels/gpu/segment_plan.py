@@ -142,7 +142,9 @@ class Sharing:
         there = [(row, arrays) for row, arrays in enumerate(rows) if arrays is not None]
         names: dict[tuple[tuple[int, ...], int], int] = {}
         numbers = {  # rows of one prompt hold the same object: each is looked into once
-            id(each): np.array([names.setdefault(name, len(names)) for name in each.names])
+            id(each): np.array(
+                [names.setdefault(n, len(names)) for n in each.names], dtype=np.int64
+            )
             for each in dict.fromkeys(each for _, each in there)
         }
         chunk = _joined([numbers[id(each)] for _, each in there])

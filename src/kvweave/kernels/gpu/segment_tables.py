@@ -1,7 +1,7 @@
 """What each row of a step looks at, in tables of a fixed place on the device.
 
-Written by `SegmentTables.update`: who holds which chunk when a sequence comes or goes (`hold`),
-everything else at every step. `segment_plan.py` says what is in them.
+`hold` writes who holds which chunk, when a sequence comes or goes; `update` everything else, at
+every step. `segment_plan.py` says what is in them.
 """
 
 import math
