@@ -209,7 +209,7 @@ def test_embedded_models_come_with_a_profile_that_loads(
         assert len({table.kind for table in profile.calibration}) == 6
         assert stored["format"] == profiles.FORMAT
         names.append(profile.model)
-    assert names == ["qwen2.5-coder-0.5b", "smollm2"]
+    assert names == ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "smollm2"]
 
 
 FILLER = (5, 6, 7)

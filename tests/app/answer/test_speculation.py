@@ -308,7 +308,8 @@ def test_auto_learns_that_a_long_search_pays(open_world: OpenWorld) -> None:
         world.ask(EARLY)
     said = world.ask(EARLY).speculation
     assert said is not None
-    assert said.right_stage == 1
+    assert said.right_stage is not None
+    assert said.right_stage > 3, "a prefill of milliseconds waits until little of the search is left"
 
 
 def test_many_at_once_get_the_answers_they_get_alone(open_world: OpenWorld) -> None:

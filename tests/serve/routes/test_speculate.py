@@ -75,7 +75,8 @@ def test_a_server_with_default_settings_learns_to_guess_and_answers_the_same(
     told = [ask(url) for _ in range(3)]
     said = [each["explain"]["speculation"] for each in told]
     assert said[-1]["stages"] == 8
-    assert (said[-1]["guesses"], said[-1]["right_stage"]) == (1, 1)
+    assert said[-1]["guesses"] == 1
+    assert 3 < said[-1]["right_stage"] < 8, "a short prefill waits until little of it is left"
     assert 0 < said[-1]["hidden_ms"] < said[-1]["search_ms"]
     off = ask(url, speculate="off")
     assert off["explain"]["speculation"] is None
