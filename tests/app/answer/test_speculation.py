@@ -309,7 +309,7 @@ def test_auto_learns_that_a_long_search_pays(open_world: OpenWorld) -> None:
     said = world.ask(EARLY).speculation
     assert said is not None
     assert said.right_stage is not None
-    assert said.right_stage > 3, "a prefill of milliseconds waits until little of the search is left"
+    assert said.right_stage > 3, "a short prefill waits until little of the search is left"
 
 
 def test_many_at_once_get_the_answers_they_get_alone(open_world: OpenWorld) -> None:
