@@ -29,11 +29,18 @@ def latest(runs: Iterable[Json]) -> dict[str, Any]:
                 found[part] = {**run[part], **where}
         for part in ("faults", "kills", "power"):
             if part in run:
-                before = found.get(part, {"commit": ""})
-                commits = [each for each in (*before["commit"].split(", "), run["commit"]) if each]
-                commit = ", ".join(dict.fromkeys(commits))
-                found[part] = {**_together(before, run[part]), **where, "commit": commit}
+                before = found.get(part, {"commit": "", "device": ""})
+                both = {
+                    name: _listed(*before[name].split(sep), run[name], sep=sep)
+                    for name, sep in (("commit", ", "), ("device", "; "))
+                }
+                found[part] = {**_together(before, run[part]), **both}
     return found
+
+
+def _listed(*names: str, sep: str) -> str:
+    """Each name once, in the order of their coming."""
+    return sep.join(dict.fromkeys(filter(None, names)))
 
 
 def _together(before: Json, more: Json) -> dict[str, Any]:
