@@ -57,7 +57,7 @@ class ReplayedKB:
         return self
 
     def embed_query(self, text: str) -> Vector:
-        return np.frombuffer(text.encode(), dtype=np.uint8)  # type: ignore[return-value]
+        return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def load_index(self) -> None:
         """There is none."""
@@ -95,8 +95,11 @@ def main() -> None:
     asking = EngineClient(
         random_decoder(SHAPES[args.shape], device, dtype), EngineConfig(pool_tokens=1 << 17)
     )
-    kb = ReplayedKB({int(n): chunk_of(int(n), ids) for n, ids in kept["chunks"].items()})
-    question_ids = {text: tuple(ids) for text, ids in kept["questions"].items()}
+    vocab = SHAPES[args.shape].vocab_size  # a small shape has fewer tokens than the recording
+    kb = ReplayedKB({int(n): chunk_of(int(n), ids, vocab) for n, ids in kept["chunks"].items()})
+    question_ids = {
+        text: tuple(token % vocab for token in ids) for text, ids in kept["questions"].items()
+    }
 
     def prompt_of(question: str, hits: Sequence[Hit]) -> Prompt:
         ids = (*question_ids[question], *range(100, 100 + ASKING))
@@ -128,8 +131,8 @@ def main() -> None:
     finish(__doc__, result, args.out)
 
 
-def chunk_of(number: int, ids: Sequence[int]) -> Chunk:
-    return Chunk(ChunkId(f"{number:032x}"), "", "", tuple(ids))
+def chunk_of(number: int, ids: Sequence[int], vocab: int) -> Chunk:
+    return Chunk(ChunkId(f"{number:032x}"), "", "", tuple(token % vocab for token in ids))
 
 
 def measure(

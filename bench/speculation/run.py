@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--quant", default="none")
     parser.add_argument("--questions", type=int, default=6)
     parser.add_argument("--k", type=int, default=2, help="chunks of a prompt; RAGCache's has 2")
+    parser.add_argument("--passages", type=int, help="of Wikipedia's; [all 35,745]")
     parser.add_argument("--copies", type=int, default=16)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.125, 0.25, 0.5, 1.0])
     parser.add_argument("--here", type=float, nargs="*", default=[1.0], help="as --shares")
@@ -135,7 +136,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder = locate(args.model)
     tokenizer, device = Tokenizer(folder), torch.device(args.device)
-    world = open_world(args.data, tokenizer, args.questions, args.copies)
+    world = open_world(args.data, tokenizer, args.questions, args.copies, args.passages)
     decoder = load_decoder(folder, device=args.device, dtype="float32", quant=args.quant)
     asking = EngineClient(decoder, EngineConfig(pool_tokens=1 << 15))
 
