@@ -22,7 +22,7 @@ import numpy as np
 from common.results import finish, result_header
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.calibrate.bootstrap import Bootstrap
-from kvweave.calibrate.gate import BOUND, CLOSE_CALL, MAX_FLIPS
+from kvweave.calibrate.gate import BOUND, CLOSE_CALLS, MAX_FLIPS
 from kvweave.calibrate.measure import Outcome
 from kvweave.calibrate.profiles import Profile, packaged_profile
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
@@ -63,7 +63,7 @@ def main() -> None:
         mine = [line for line in lines if line["set"] == name]
         if chosen.held_out and mine:
             served = [serve(gate, line, chosen.kind, args) for line in mine]
-            before = [_served(line, BEFORE, args.encoding, guarded=False) for line in mine]
+            before = [_served(line, BEFORE, args.encoding, 0.0) for line in mine]
             sets[name] = {
                 "kind": chosen.kind,
                 **summarise(served, args.bound),
@@ -84,7 +84,7 @@ def main() -> None:
         "encoding": args.encoding,
         "bound": args.bound,
         "max_flips": MAX_FLIPS,
-        "close_call": CLOSE_CALL,
+        "close_calls": CLOSE_CALLS,
         "within_on_every_set": all(found["within"] for found in sets.values()),
         "sets": sets,
     }
@@ -111,25 +111,26 @@ def serve(
     passing = list(_passing(gate, line, shape, args))
     if not passing:
         return Served("exact", 0.0, False, 1.0)
-    cheapest = min(passing, key=lambda cell: (cell[1], cell[0]))
-    return _served(line, cheapest, args.encoding, guarded=True)
+    strategy, ratio, close_call = min(passing, key=lambda cell: (cell[1], cell[0]))
+    return _served(line, (strategy, ratio), args.encoding, close_call)
 
 
 def _passing(
     gate: CalibratedGate, line: dict[str, Any], shape: PromptShape, args: argparse.Namespace
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[str, float, float]]:
+    """Strategy, ratio, and the lead below which a first token is computed exactly."""
     for strategy in {name for name, _ in line["settings"]} - {"order"}:
-        ratio = gate.min_ratio(strategy, args.bound, shape).ratio
-        if ratio is not None:
-            yield strategy, ratio
+        verdict = gate.min_ratio(strategy, args.bound, shape)
+        if verdict.ratio is not None:
+            yield strategy, verdict.ratio, verdict.close_call
 
 
 def _served(
-    line: dict[str, Any], cell: tuple[str, float], encoding: str, *, guarded: bool
+    line: dict[str, Any], cell: tuple[str, float], encoding: str, close_call: float
 ) -> Served:
     outcome: Outcome = outcomes_of(line).outcomes[encoding][line["settings"].index(list(cell))]
     judged, name = outcome.judged, f"{cell[0]} {cell[1]:g}"
-    if guarded and judged.margin < CLOSE_CALL:
+    if judged.margin < close_call:
         return Served(name, 0.0, False, outcome.work + 1.0, True)
     return Served(name, judged.kl_mean, judged.first_flips, outcome.work)
 

@@ -2,11 +2,14 @@
 
     kind            calibrated on                        held out
     single-hop      NQ, with passages of others          ClapNQ
-    multi-hop       HotpotQA                             2Wiki, MuSiQue, CacheBlend's MuSiQue
-    long            SQuAD, 3,000 tokens                  (MuSiQue is long, too)
+                    SQuAD, 20 chunks
+    multi-hop       HotpotQA, 5 passages                 2Wiki, MuSiQue, 5 passages each
+                    HotpotQA, 10 passages                2Wiki, MuSiQue, CacheBlend's MuSiQue
     document        SQuAD's articles, 6 pieces           (CacheBlend's MuSiQue is cut, too)
-    long document   the same, 24 pieces
+                    the same, 24 pieces
     conversation    MTRAG, from the second turn on       MTRAG-UN
+
+A kind is measured at several numbers of chunks: what a prompt has decides which of them speaks.
 
 What is held out is never looked at when a packaged table is made. Passages longer than a chunk of a
 knowledge base are cut as ingest cuts them.
@@ -50,6 +53,24 @@ def _plain(name: str, context_tokens: int = 0) -> Reader:
         if context_tokens:
             records = add_distractors(records, tokenizer, context_tokens)
         return records
+
+    return read
+
+
+def _few(name: str) -> Reader:
+    """A file of multi-hop records with NUM_CHUNKS passages of each: those that answer the question,
+    and the first of the others, as they stand in the file."""
+
+    def read(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
+        made = []
+        for raw in read_jsonl(data / name):
+            every = raw["passages"]
+            needed = [i for i, p in enumerate(every) if p["is_supporting"]]
+            others = [i for i, p in enumerate(every) if not p["is_supporting"]]
+            taken = sorted(needed + others[: max(0, NUM_CHUNKS - len(needed))])
+            named = [(every[i]["title"], every[i]["text"]) for i in taken]
+            made.append(QuestionRecord(raw["question"], (), _pieces(tokenizer, named)))
+        return made
 
     return read
 
@@ -156,15 +177,23 @@ SETS = {
     "hotpot": QuestionSet(
         "multi-hop", False, _plain("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80
     ),
-    "squad-long": QuestionSet(
-        "long", False, _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz", 3000), count=200
+    "hotpot-5": QuestionSet(
+        "multi-hop", False, _few("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80
     ),
-    "squad-doc": QuestionSet("document", False, _document(6), count=200),
-    "squad-doc-long": QuestionSet("long document", False, _document(24), count=150),
+    "squad-long": QuestionSet(
+        "single-hop",
+        False,
+        _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz", 3000),
+        count=200,
+    ),
+    "squad-doc": QuestionSet("document", False, _document(6)),
+    "squad-doc-long": QuestionSet("document", False, _document(24), count=150),
     "mtrag": QuestionSet("conversation", False, _conversations),
     "clapnq": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 900)),
     "2wiki": QuestionSet("multi-hop", True, _plain("2wikimultihopqa/2wiki.jsonl.gz"), first=80),
     "musique": QuestionSet("multi-hop", True, _plain("musique/musique_ans.jsonl.gz"), first=80),
+    "2wiki-5": QuestionSet("multi-hop", True, _few("2wikimultihopqa/2wiki.jsonl.gz"), first=80),
+    "musique-5": QuestionSet("multi-hop", True, _few("musique/musique_ans.jsonl.gz"), first=80),
     "musique-s": QuestionSet("multi-hop", True, _plain("cacheblend_musique_s/musique_s.jsonl.gz")),
     "mtrag-un": QuestionSet("conversation", True, _unanswerable),
 }

@@ -3,8 +3,9 @@
     python bench/quality/package.py values.jsonl.gz --cases carry/cases.pickle \\
         --profile src/kvweave/calibrate/packaged/smollm2-c4e24e8168d5.json
 
-Only sets that are not held out. Tables of these kinds are replaced; the layers stay, unless
-`--layers` names what quality/layers.py found. A model without a profile gets one.
+Only sets that are not held out. Tables of sets that were measured are replaced; the others and the
+layers stay, unless `--layers` names what quality/layers.py found. A model without a profile gets
+one.
 """
 
 import argparse
@@ -21,7 +22,7 @@ if __name__ == "__main__":
 
 from common.results import finish
 from kvweave.calibrate.case import Case, hash_cases
-from kvweave.calibrate.gate import Table, choose, worst_cells
+from kvweave.calibrate.gate import FEWEST_QUESTIONS, Table, choose, of_size, worst_cells
 from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.calibrate.measure import ORDER, Setting
 from kvweave.calibrate.profiles import Profile, load_profile, save_profile
@@ -35,6 +36,8 @@ from kvweave.text.tokenizer import Tokenizer
 from quality.by_kind import outcomes_of, read_values
 from quality.kinds import SETS
 
+SIZES = (5, 10, 20)  # chunks of a prompt
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -46,6 +49,9 @@ def main() -> None:
     parser.add_argument("--name", help="of the model, in a profile that is new")
     parser.add_argument("--dtype", default="float32", help="that was measured in")
     parser.add_argument("--encoding", default="filler:4")
+    parser.add_argument(
+        "--fewest", type=int, default=FEWEST_QUESTIONS, help="questions of a set that counts"
+    )
     args = parser.parse_args()
     folder = locate(args.model)
     tokenizer, decoder = Tokenizer(folder), load_decoder(folder, device="cpu", dtype=args.dtype)
@@ -65,7 +71,7 @@ def main() -> None:
     tables = [
         table_of(name, lines, cases[name], args.encoding, num_layers, origin)
         for name, chosen in SETS.items()
-        if not chosen.held_out
+        if not chosen.held_out and sum(line["set"] == name for line in lines) >= args.fewest
     ]
     weights, ids = decoder.weights.fingerprint, tokenizer.fingerprint
     if args.profile.exists():
@@ -74,17 +80,25 @@ def main() -> None:
         profile = Profile(args.name or args.model, weights, ids)
     if args.layers is not None:
         profile = replace(profile, layers=LayerProfile(**json.loads(args.layers.read_text())))
-    kinds = {table.kind for table in tables}
-    kept = tuple(t for t in profile.calibration if t.kind not in kinds)
-    save_profile(args.profile, replace(profile, calibration=(*kept, *tables)))
-    alone = choose(worst_cells([t for t in tables if not t.has_history]))
-    talking = choose(worst_cells(tables))
+    kept = [
+        replace(table, kind=SETS[table.data].kind)
+        for table in profile.calibration
+        if table.data not in {fresh.data for fresh in tables}
+    ]
+    every = sorted((*kept, *tables), key=lambda table: list(SETS).index(table.data))
+    save_profile(args.profile, replace(profile, calibration=tuple(every)))
+    alone = [table for table in every if not table.has_history]
     said = {
-        "tables": {t.kind: t.num_questions for t in tables},
-        "chosen": None if alone is None else [alone.strategy, alone.ratio],
-        "chosen_with_history": None if talking is None else [talking.strategy, talking.ratio],
+        "tables": {t.data: t.num_questions for t in every},
+        "chosen": {size: chosen_of(of_size(alone, size)) for size in SIZES},
+        "chosen_with_history": chosen_of(every),
     }
     finish(__doc__, said)
+
+
+def chosen_of(tables: Sequence[Table]) -> list[Any] | None:
+    chosen = choose(worst_cells(tables))
+    return None if chosen is None else [chosen.strategy, chosen.ratio]
 
 
 def table_of(

@@ -17,6 +17,7 @@ from kvweave.calibrate.encodings import (
     TokenIds,
 )
 from kvweave.calibrate.measure import Setting, measure
+from kvweave.fuse.encode.anchors import unpack_anchors
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.encode.contexts import neighbour_prefix
@@ -146,7 +147,11 @@ def test_anchors_lie_beside_every_chunk_and_come_from_behind_its_own_neighbours(
     prefix = prefix_of(decoder, (E, F))
     layers = encode_chunks(decoder, prefix, [D])
     (want,) = compute_extras(decoder, [KVZIP], prefix, [D], layers, REPEAT)
-    assert found[CASE.keys[3]] == want[KVZIP]
+    # float16, of products of other shapes: the last bit may differ
+    here, there = unpack_anchors(found[CASE.keys[3]]), unpack_anchors(want[KVZIP])
+    assert torch.equal(here.indices, there.indices)
+    torch.testing.assert_close(here.keys, there.keys)
+    torch.testing.assert_close(here.values, there.values)
     isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
     alone = isolated.prepare(CASE, [KVZIP]).extras(KVZIP)
     assert found[CASE.keys[0]] == alone[CASE.keys[0]]

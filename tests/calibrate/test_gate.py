@@ -12,6 +12,7 @@ from kvweave.calibrate.gate import (
     cheapest,
     choose,
     deciding,
+    of_size,
     worst_cells,
 )
 from kvweave.plan.inputs import PromptShape
@@ -163,3 +164,48 @@ def test_another_order_passes_the_same_gate() -> None:
     assert gate.may_reorder(0.05, SHAPE).ratio == 0.0
     chosen = choose([replace(moved, kl_high=0.0)])
     assert chosen is None, "it is no way to fuse"
+
+
+def sized(kind: str, mean_chunks: float, *cells: Cell, most_tokens: int = 2000) -> Table:
+    return replace(
+        make_table(kind, *cells), mean_chunks=mean_chunks, most_prompt_tokens=most_tokens
+    )
+
+
+def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks() -> None:
+    few, many = sized("hops", 5.3, *ratios(0.01, 0.005)), sized("hops", 10.7, *ratios(0.03, 0.015))
+    other = sized("one", 6.4, *ratios(0.01, 0.005))
+    assert of_size([many, other, few], 5) == (few, other)
+    assert of_size([many, other, few], 6) == (many, other), "5.3 is not 6"
+    assert of_size([many, few], 50) == (many,), "the largest there is"
+    gate = CalibratedGate([many, other, few], "p")
+
+    def ratio(num_chunks: int, *, told: bool = False) -> float | None:
+        return gate.min_ratio("weave", 0.02, PromptShape(900, num_chunks, told)).ratio
+
+    for _ in range(2):  # the second time remembered
+        assert [ratio(n) for n in (1, 5, 6, 10, 99)] == [0.1, 0.1, 0.2, 0.2, 0.2]
+    assert ratio(5, told=True) is None, "behind a history all of them, within half the bound"
+
+
+def test_few_chunks_are_no_longer_than_what_was_measured_of_few() -> None:
+    few = sized("hops", 5.0, *ratios(0.01))
+    many = sized("hops", 24.0, *ratios(0.01), most_tokens=5500)
+    assert verdict(few, many, shape=PromptShape(5000, 20)) == 0.1
+    assert verdict(few, many, shape=PromptShape(5000, 5)) is None
+
+
+def test_users_own_questions_speak_for_any_number_of_chunks() -> None:
+    mine = replace(make_table("own", *ratios(0.01)), mean_chunks=3.0)
+    assert mine.subject == ("own", 0)
+    assert verdict(mine, shape=PromptShape(900, 30)) == 0.1
+
+
+def test_the_widest_lead_of_those_that_decide_is_served() -> None:
+    usual = replace(make_table("hops", *ratios(0.03, 0.01)), close_call=0.2)
+    unsure = make_cell(ratio=0.2, kl_high=0.01, close_call=0.3)
+    wide = replace(make_table("one", make_cell(), unsure), close_call=0.2)
+    gate = CalibratedGate([usual, wide], "p")
+    assert gate.min_ratio("weave", 0.02, SHAPE)[::4] == (0.2, 0.3)
+    alone = CalibratedGate([usual], "p").min_ratio("weave", 0.02, SHAPE)
+    assert (alone.ratio, alone.close_call) == (0.2, 0.2)

@@ -10,9 +10,11 @@ import torch
 from kvweave.calibrate import measure as measuring
 from kvweave.calibrate.case import Case, hash_cases
 from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
-from kvweave.calibrate.measure import CaseOutcomes, Setting, measure
+from kvweave.calibrate.gate import Cell
+from kvweave.calibrate.measure import CaseOutcomes, Outcome, Setting, measure
 from kvweave.calibrate.questions import Passage, QuestionRecord, make_case, repeat_ids
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
+from kvweave.calibrate.trials import TrialScore
 from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.sources import ComputedChunks
@@ -90,6 +92,29 @@ def test_the_table_has_every_setting_and_plain_reuse_recovers_nothing(
     assert 0.0 <= table.noise < 1e-5
     assert (table.context, table.preamble, table.num_chunk_tokens) == ("isolated", "preamble", 60)
     assert table.full_f1 is not None
+
+
+def test_a_cell_takes_the_least_lead_that_keeps_its_first_tokens() -> None:
+    """Of 100 questions three flip: at a lead of 0.25 nats, which the narrow lead lets through."""
+
+    def outcome(margin: float, *, flips: bool) -> Outcome:
+        judged = TrialScore(0.01, 0.01, 0.02, 0.5, 1.0, flips, 0.0, margin)
+        return Outcome(judged, 0.0, 0.3, None)
+
+    def cell_of(num_flips: int, margin: float) -> Cell:
+        some = [outcome(margin, flips=True)] * num_flips
+        rows = some + [outcome(1.0, flips=False)] * (100 - num_flips)
+        made = [CaseOutcomes(100, 2, None, {"isolated": [row]}, {"isolated": 0.0}) for row in rows]
+        (cell,) = tabulate(made, SETTINGS[1:2], "isolated", ORIGIN).cells
+        return cell
+
+    few = cell_of(2, 0.25)
+    assert (few.flips, few.close, few.close_call) == (0.02, 0.0, None)
+    more = cell_of(3, 0.25)
+    assert (more.flips, more.close, more.close_call) == (0.0, 0.03, 0.3)
+    assert more.kl == pytest.approx(0.97 * 0.01), "a close call differs in nothing"
+    hopeless = cell_of(3, 0.5)
+    assert (hopeless.flips, hopeless.close, hopeless.close_call) == (0.03, 0.0, None)
 
 
 def test_work_counts_rows_probes_and_full_width_layers(

@@ -163,7 +163,7 @@ def test_of_several_encodings_the_one_with_the_cheapest_choice_is_named(
     run: Run, chat_model_folder: Path, qa_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvweave.calibrate.gate.MAX_FLIPS", 1.0)  # a tiny model changes its mind
-    monkeypatch.setattr("kvweave.calibrate.tabulate.CLOSE_CALL", 0.0)  # and is never sure
+    monkeypatch.setattr("kvweave.calibrate.tabulate.CLOSE_CALLS", (0.0,))  # and is never sure
     options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--bound", 100]
     asked = ["calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--encodings"]
     said = json.loads(run(*asked, "isolated, filler:1", "--json").out)

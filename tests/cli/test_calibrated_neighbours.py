@@ -165,7 +165,9 @@ def reused(out: str) -> int:
 def test_several_numbers_of_neighbours_are_measured_side_by_side(
     run: Run, near_kb: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.calibrate.tabulate.CLOSE_CALL", 0.0)  # a tiny model is never sure
+    monkeypatch.setattr(
+        "kvweave.calibrate.tabulate.CLOSE_CALLS", (0.0,)
+    )  # a tiny model is never sure
     asked = ["--questions", near_kb.parent / "q.txt", "--kb", near_kb, "--chunks", 4]
     options = ["--strategies", "reuse", "--model", model_folder, "--limit", 1]
     named = ["neighbours:1", "neighbours:3", "filler:4"]

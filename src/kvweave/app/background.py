@@ -93,7 +93,7 @@ class BackgroundPace:
             if ended.is_set():
                 raise GaveUp
             if self._one.acquire(timeout=LOOK_S):
-                if not idle_only or self._answers.wait_for_quiet(QUIET_S, 0.0):
+                if not idle_only or self.is_quiet():
                     break
                 self._one.release()
         try:
@@ -101,10 +101,14 @@ class BackgroundPace:
         finally:
             self._one.release()
 
+    def is_quiet(self) -> bool:
+        """Whether no answer is in the making, and none was a moment ago."""
+        return self._answers.wait_for_quiet(QUIET_S, 0.0)
+
     def wait_a_moment(self, *, idle_only: bool) -> bool:
         """Whether the engine may be had now, after waiting a moment for it."""
         answers, share = self._answers, 0.0 if idle_only else self.share
-        if answers.wait_for_quiet(QUIET_S, 0.0):
+        if self.is_quiet():
             return True
         left_s = LOOK_S
         if share > 0:

@@ -588,6 +588,7 @@ def _gauge(progress: "KVProgress | None", metrics: Metrics) -> None:
     if progress is not None:
         metrics.gauge("kv_chunks_done", progress.chunks_done)
         metrics.gauge("kv_chunks_left", progress.chunks_total - progress.chunks_done)
+        metrics.gauge("kv_chunks_in_front", progress.chunks_in_front)
         metrics.gauge("kv_chunks_bytes", progress.num_bytes)
         metrics.gauge("kv_left_seconds", progress.eta_s or 0.0)
         metrics.gauge("kv_full", progress.state == "full")

@@ -14,14 +14,16 @@ BOUND = 0.02  # nats per token
 MAX_FLIPS = 0.02  # share of questions whose first token may change
 # An answer whose first token leads by less than this many nats is a close call: it is thrown away
 # and computed exactly, before anything was handed out. Nearly all flips are such calls, because a
-# first token that fusion overturns was never far ahead (docs/calibration.md has the figures).
-CLOSE_CALL = 0.2
+# first token that fusion overturns was never far ahead (docs/calibration.md has the figures). A
+# cell takes the least of these that keeps its flips within MAX_FLIPS.
+CLOSE_CALLS = (0.2, 0.3)
 ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
 FEWEST_QUESTIONS = 20  # with fewer there is no interval worth its name
 ELSEWHERE = 0.5  # of the bound for what was measured behind another system prompt, or no history
 # Up to here the length of a prompt was measured not to matter (its correlation with KL is below 0.2
 # in all of eleven sets); beyond, only lengths that were measured pass.
 LENGTH_MATTERS = 4096  # tokens
+USUAL_CHUNKS = 5  # that a question finds, unless it is told otherwise (`library.k`)
 ORDER_CELL = "order"  # what full prefill of the chunks in another order costs: no way to fuse
 OWN = "own"  # the kind of questions that a user brought
 
@@ -46,6 +48,7 @@ class Cell:
     f1: float | None = None
     em: float | None = None
     close: float = 0.0  # share of questions whose first token was a close call: exact in the end
+    close_call: float | None = None  # nats; None: the table's
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,14 @@ class Table:
     mean_chunks: float = 0.0
     most_prompt_tokens: int = 0  # of the longest prompt; 0: not known
     has_history: bool = False  # whether something was said before the questions
-    close_call: float = 0.0  # nats; first tokens that led by less were computed exactly
+    # nats; first tokens that led by less were computed exactly, where a cell says nothing else
+    close_call: float = 0.0
+
+    @property
+    def subject(self) -> tuple[str, int]:
+        """What it speaks of: a kind of questions at some number of chunks, rounded. What a user
+        asked is one subject, whatever it brought."""
+        return self.kind, 0 if self.kind == OWN else round(self.mean_chunks)
 
     def widened(self) -> tuple[Cell, ...]:
         """Its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the upper
@@ -94,6 +104,18 @@ def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
     """Those that have a say: the user's own alone where they asked enough, else all of them."""
     enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
     return tuple(enough or tables)
+
+
+def of_size(tables: Iterable[Table], num_chunks: int) -> tuple[Table, ...]:
+    """Of each kind, the table that speaks for prompts of so many chunks: the smallest that has as
+    many, else the largest. More chunks cost more, so a table of more is on the safe side."""
+    by_kind: dict[str, list[Table]] = {}
+    for table in sorted(tables, key=lambda table: table.mean_chunks):
+        by_kind.setdefault(table.kind, []).append(table)
+    return tuple(
+        next((t for t in found if round(t.mean_chunks) >= num_chunks), found[-1])
+        for found in by_kind.values()
+    )
 
 
 def worst_cells(tables: Iterable[Table]) -> list[Cell]:

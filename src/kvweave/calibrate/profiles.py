@@ -61,17 +61,19 @@ class Profile:
 
     def tables(self, revision: str, context: str, preamble: str) -> tuple[Table, ...]:
         """What was measured with this very decoder and encoding context (`contexts.variant_name`),
-        a table for each kind of questions: behind this preamble (`contexts.digest_ids`), and for
-        kinds that were not measured there, behind another one."""
+        a table for each subject (`Table.subject`): behind this preamble (`contexts.digest_ids`),
+        and for kinds that were not measured there, behind another one."""
         fits = [t for t in self.calibration if (t.revision, t.context) == (revision, context)]
         here = [table for table in fits if table.preamble == preamble]
         kinds = {table.kind for table in here}
         # what others asked elsewhere speaks beside what was asked here, the user's own only alone
-        elsewhere = {t.kind: t for t in fits if t.kind not in kinds and (t.kind != OWN or not here)}
+        others = [t for t in fits if t.kind not in kinds and (t.kind != OWN or not here)]
+        elsewhere = {table.subject: table for table in others}
         return (*here, *elsewhere.values())
 
     def with_tables(self, *tables: Table) -> "Profile":
-        """The same with these tables; one of the same decoder, context, preamble and kind goes."""
+        """The same with these tables; one of the same decoder, context, preamble and subject
+        goes."""
         fresh = set(map(_measured, tables))
         kept = [table for table in self.calibration if _measured(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
@@ -86,8 +88,8 @@ class Profile:
         return replace(self, layers=layers, calibration=(*own, *packaged.calibration))
 
 
-def _measured(table: Table) -> tuple[str, str, str, str]:
-    return table.revision, table.context, table.preamble, table.kind
+def _measured(table: Table) -> tuple[str, str, str, tuple[str, int]]:
+    return table.revision, table.context, table.preamble, table.subject
 
 
 def calibrated_neighbours(

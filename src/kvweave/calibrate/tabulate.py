@@ -10,7 +10,7 @@ from datetime import date
 import numpy as np
 
 from kvweave.calibrate.bootstrap import Bootstrap, Values
-from kvweave.calibrate.gate import CLOSE_CALL, OWN, Cell, Table
+from kvweave.calibrate.gate import CLOSE_CALLS, MAX_FLIPS, OWN, Cell, Table
 from kvweave.calibrate.measure import (
     ORDER,
     CaseOutcomes,
@@ -46,13 +46,15 @@ def tabulate(
     boot = Bootstrap(len(answered))
     golds = [each.gold for each in answered]
     raw = [[each.outcomes[encoding][i] for each in answered] for i in range(len(settings))]
-    columns = [
-        raw[i]
-        if setting == ORDER  # which is no prefill that could be thrown away
-        else [_served(o, gold) for o, gold in zip(raw[i], golds, strict=True)]
-        for i, setting in enumerate(settings)
+    # an order is no prefill that could be thrown away
+    leads = [
+        0.0 if setting == ORDER else _close_call(column)
+        for setting, column in zip(settings, raw, strict=True)
     ]
-    closes = [[o.judged.margin < CLOSE_CALL for o in column] for column in raw]
+    columns = [
+        [_served(o, gold, lead) for o, gold in zip(column, golds, strict=True)]
+        for column, lead in zip(raw, leads, strict=True)
+    ]
     reused = next(
         (_kl(c) for s, c in zip(settings, columns, strict=True) if s.strategy.name == "reuse"), None
     )
@@ -75,22 +77,33 @@ def tabulate(
         cells=tuple(
             replace(
                 _cell(boot, setting, column, golds, reused),
-                close=0.0 if setting == ORDER else float(np.mean(close)),
+                close=float(np.mean([o.judged.margin < lead for o in raw[i]])),
+                close_call=None if lead == CLOSE_CALLS[0] or setting == ORDER else lead,
             )
-            for setting, column, close in zip(settings, columns, closes, strict=True)
+            for i, (setting, column, lead) in enumerate(zip(settings, columns, leads, strict=True))
         ),
         kind=origin.kind,
         mean_chunks=float(np.mean([each.num_chunks for each in answered])),
         most_prompt_tokens=max(each.num_tokens for each in answered),
         has_history=origin.has_history,
-        close_call=CLOSE_CALL,
+        close_call=CLOSE_CALLS[0],
     )
 
 
-def _served(outcome: Outcome, full: GoldScores | None) -> Outcome:
+def _close_call(column: Sequence[Outcome]) -> float:
+    """The least lead that keeps flips within their bound; the least of all where none does."""
+
+    def flips(lead: float) -> float:
+        judged = [outcome.judged for outcome in column]
+        return sum(j.first_flips and j.margin >= lead for j in judged) / len(judged)
+
+    return next((lead for lead in CLOSE_CALLS if flips(lead) <= MAX_FLIPS), CLOSE_CALLS[0])
+
+
+def _served(outcome: Outcome, full: GoldScores | None, close_call: float) -> Outcome:
     """What the user gets: a close call is computed once more, exactly."""
     judged = outcome.judged
-    if judged.margin >= CLOSE_CALL:
+    if judged.margin >= close_call:
         return outcome
     exact = judged._replace(kl_mean=0.0, kl_first=0.0, kl_max=0.0, top1=1.0, first_flips=False)
     return Outcome(exact, 0.0, outcome.work + 1.0, full)

@@ -28,6 +28,8 @@ def progress_text(progress: "KVProgress") -> str:
     parts = [f"KV {progress.chunks_done:,} of {progress.chunks_total:,} chunks"]
     if progress.num_bytes:
         parts.append(size_text(progress.num_bytes))
+    if progress.chunks_in_front:
+        parts.append(f"front copies of {progress.chunks_in_front:,}")
     if progress.eta_s is not None:
         parts.append(f"about {time_text(progress.eta_s)} left")
     if progress.state in ("full", "failed"):

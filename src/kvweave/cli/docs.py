@@ -238,7 +238,8 @@ def show_server_kb(found: Reply, as_json: bool) -> None:
     click.echo(
         f"{found['documents']:,} documents, {found['chunks']:,} chunks, {found['tokens']:,} tokens"
     )
-    click.echo(f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks: {kv['state']}")
+    fronts = f", front copies of {kv['chunks_in_front']:,}" if kv["chunks_in_front"] else ""
+    click.echo(f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks: {kv['state']}{fronts}")
     if found["problem"] is not None:
         click.echo(f"it cannot be used: {found['problem']}", err=True)
 

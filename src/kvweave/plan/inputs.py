@@ -49,6 +49,7 @@ class Verdict(NamedTuple):
     # ratios that calibration allows and that are not taken
     passed: tuple[tuple[float, Reason], ...] = ()
     close: float = 0.0  # share of answers that turn out close calls and are computed exactly, too
+    close_call: float = 0.0  # nats: a first token that leads by less is one; 0: none is
 
 
 class Gate(Protocol):

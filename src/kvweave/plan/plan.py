@@ -128,6 +128,7 @@ class Plan:
     ordered_by: str  # "given", "frequency", "tree" or "first hit"
     in_history: tuple[ChunkRef, ...]  # left out: the conversation has them
     exact_tokens: int  # of the tree's path: preamble, history and chunks
+    close_call: float = 0.0  # nats: a first token that leads by less is computed exactly
 
     @property
     def num_tokens(self) -> int:

@@ -99,6 +99,9 @@ class Planner:
             ordered_by=ordering.how,
             in_history=request.in_history,
             exact_tokens=priced.layout.exact_tokens,
+            close_call=next(
+                (a.close_call for a in allowed if a.strategy.name == taken.strategy), 0.0
+            ),
         )
 
     def _computed_once(
@@ -193,7 +196,8 @@ class Planner:
                 refused[strategy.name] = Reason.BOUND_NOT_MET
             else:
                 close = self.close_calls.share(verdict.close)
-                allowed.append(AllowedStrategy(strategy, verdict.ratio, close))
+                lead = verdict.close_call
+                allowed.append(AllowedStrategy(strategy, verdict.ratio, close, lead))
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, [*declined, *passed]

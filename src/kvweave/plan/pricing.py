@@ -31,6 +31,7 @@ class AllowedStrategy(NamedTuple):
     strategy: StrategyInfo
     ratio: float
     close: float = 0.0  # share of answers that are computed exactly after all
+    close_call: float = 0.0  # nats: those whose first token leads by less
 
 
 class PlanFacts(NamedTuple):
@@ -100,7 +101,7 @@ class OrderPricing:
 
     def loading(self, links: Collection[str]) -> Iterator[Candidate]:
         """The fused options that load what comes over these links, whatever it takes."""
-        for strategy, ratio, _ in self._facts.allowed:
+        for strategy, ratio, *_ in self._facts.allowed:
             outcome = self._price_fused(strategy, ratio, links)
             if isinstance(outcome, Candidate):
                 yield outcome
@@ -129,7 +130,7 @@ class OrderPricing:
 
     def _price(self) -> PricedOrder:
         candidates, declined = list(self._exact), []
-        for strategy, ratio, _ in self._facts.allowed:
+        for strategy, ratio, *_ in self._facts.allowed:
             outcome = self.fused(strategy, ratio)
             if isinstance(outcome, Candidate):
                 candidates.append(outcome)
@@ -199,7 +200,7 @@ class RequestPricing:
         if other.exact_s < limit_s:
             return True
         at_least = FusedLowerBound(self._facts.costs, other.layout)
-        for strategy, ratio, _ in self._facts.allowed:
+        for strategy, ratio, *_ in self._facts.allowed:
             if at_least.is_below(strategy, ratio, limit_s):
                 outcome = other.fused(strategy, ratio)
                 if isinstance(outcome, Candidate):

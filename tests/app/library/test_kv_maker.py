@@ -15,6 +15,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app.background import ActiveAnswers, BackgroundPace, GaveUp
 from kvweave.app.library import corpus_kv, kv_maker
+from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library import Library
@@ -133,9 +134,11 @@ def test_an_ingest_returns_before_its_kv_which_then_appears_by_itself(weave: Wea
     done = progress_of(weave)
     assert (done.state, done.chunks_done, done.chunks_total) == ("ready", len(chunks), len(chunks))
     files = [path.stat().st_size for path in objects(library.kb.folder)]
-    assert len(files) == len(chunks), "one each: none has stood in front"
-    assert done.num_bytes == sum(files)
-    assert progress_on_disk(library.kb) == done, "as one sees it who has no model"
+    assert len(files) == 2 * len(chunks), "one each, and one for where it stands in front"
+    assert done.num_bytes == sum(files) // 2
+    assert done.chunks_in_front == len(chunks)
+    seen = done._replace(chunks_in_front=0)
+    assert progress_on_disk(library.kb) == seen, "as one sees it who has no model"
 
 
 def test_what_comes_later_is_made_too_and_answers_are_fused_from_it(weave: Weave) -> None:
@@ -146,13 +149,19 @@ def test_what_comes_later_is_made_too_and_answers_are_fused_from_it(weave: Weave
     deadline = time.monotonic() + 60
     while progress_of(weave).chunks_done < len(TEXTS) + 1 and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert progress_of(weave).chunks_done == len(TEXTS) + 1
+    assert library.maker.wait(60)
+    assert progress_of(weave)[:2] == ("ready", len(TEXTS) + 1)
     answer = weave.ask("How do I drain a node?", k=3, reuse="reuse", sampling=GREEDY)
     assert answer.explain is not None
-    assert [chunk.tier for chunk in answer.explain.chunks] == [None, "host", "host"]
+    assert [chunk.tier for chunk in answer.explain.chunks] == ["host", "host", "host"]
+    assert answer.explain.chunks[0].recomputed == 0, "it is exact in front"
 
 
-def test_the_second_time_a_chunk_stands_in_front_it_is_found(weave: Weave, model: Model) -> None:
+def test_without_front_copies_a_chunk_is_found_the_second_time_it_stands_in_front(
+    weave: Weave, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FrontKV, "next", lambda *_: None)
+    monkeypatch.setattr(FrontKV, "nothing_left", lambda _: True)
     library = weave.library
     library.start()
     assert library.maker.wait(60)
@@ -221,7 +230,7 @@ def test_a_maker_that_is_stopped_half_way_is_gone_on_with_by_the_next(
         assert weave.library.maker.wait(60)
         assert progress_of(weave).state == "ready"
         encoded = weave.library.store.metrics.value("kv_chunks_encoded_total")
-        assert encoded == len(TEXTS) - 2, "what was there is not made again"
+        assert encoded == 2 * len(TEXTS) - 2, "what was there is not made again"
 
 
 def test_a_maker_killed_at_a_write_leaves_whole_objects_and_the_next_one_goes_on(
@@ -288,7 +297,7 @@ def test_a_document_deleted_while_its_kv_is_in_the_making_leaves_none(
     assert not has_kv(library, newest)
     assert progress_of(weave)[:3] == ("ready", len(TEXTS) - 1, len(TEXTS) - 1)
     assert library.store.flush()
-    assert len(objects(folder)) == len(TEXTS) - 1
+    assert len(objects(folder)) == 2 * (len(TEXTS) - 1)
     assert not library.store.keys_at_hand(lambda of: of.chunk == newest.id)
 
 
@@ -313,7 +322,7 @@ def test_kv_that_a_killed_maker_left_of_a_removed_document_goes_at_the_next_star
         weave.library.start()
         assert weave.library.maker.wait(60)
         assert not has_kv(weave.library, gone)
-        assert len(objects(folder)) == len(TEXTS) - 1
+        assert len(objects(folder)) == 2 * (len(TEXTS) - 1)
 
 
 @pytest.mark.parametrize("bound", ["the tier's", "its own"])

@@ -64,7 +64,8 @@ class AuditedGate:
         if ratio is None or ratio not in ladder:
             return calibrated
         verdict = self._judge(strategy, bound, list(ladder), ratio)
-        verdict = verdict._replace(close=calibrated.close)  # of a ratio nearby: much the same
+        # of a ratio nearby: much the same
+        verdict = verdict._replace(close=calibrated.close, close_call=calibrated.close_call)
         if self._found.move(strategy, bound, ratio, verdict.ratio):
             self._tell(strategy, bound, ratio, verdict.ratio)
         return verdict

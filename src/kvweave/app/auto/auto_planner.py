@@ -158,8 +158,7 @@ class AutoPlanner:
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
         ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
         # also where tokens are drawn: what was measured counts such answers as exact
-        close_call = self._gate.close_call
-        fusion = Fusion(strategy, ratio, _computed(plan), expected, close_call)
+        fusion = Fusion(strategy, ratio, _computed(plan), expected, plan.close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 
     def reordered(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:

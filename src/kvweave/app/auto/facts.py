@@ -5,6 +5,7 @@ lies by what the store says.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvweave.calibrate.gate import (
@@ -16,6 +17,7 @@ from kvweave.calibrate.gate import (
     Table,
     deciding,
     is_within,
+    of_size,
 )
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import SHARE
@@ -110,10 +112,12 @@ class CalibratedGate:
     """Lets a strategy through at the smallest ratio that every kind of questions bears: each kind
     was measured, and the worst decides.
 
-    The user's own questions, where there are enough, decide alone (`gate.deciding`). What was
-    measured behind another system prompt, or without a history where there is one, is held to half
-    the bound. Long prompts, longer than all that were measured, do not pass. Tables of few
-    questions count with wider intervals, and those of very few not at all. Pure: any thread.
+    The user's own questions, where there are enough, decide alone (`gate.deciding`). A kind that
+    was measured at several numbers of chunks speaks by the smallest that covers the prompt
+    (`gate.of_size`), behind a history by all of them. What was measured behind another system
+    prompt, or without a history where there is one, is held to half the bound. Long prompts, longer
+    than all that were measured, do not pass. Tables of few questions count with wider intervals,
+    and those of very few not at all. Pure: any thread.
     """
 
     def __init__(self, tables: Sequence[Table], preamble: str) -> None:
@@ -125,34 +129,40 @@ class CalibratedGate:
         # own questions rarely have a history: those that come with the model speak for it then
         self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
         self._cells = {id(table): table.widened() for table in usable}
-        self._longest = {told: self._longest_allowed(told) for told in (False, True)}
-        self._verdicts: dict[tuple[str, float, bool, bool], Verdict] = {}
-
-    @property
-    def close_call(self) -> float:
-        """What is served must be what was measured: the lead in nats below which a first token is
-        computed exactly."""
-        return max((t.close_call for t in (*self._tables, *self._with_history)), default=0.0)
+        self._sizes = sorted({table.subject[1] for table in usable})
+        self._deciding: dict[tuple[bool, int], tuple[Table, ...]] = {}
+        self._verdicts: dict[tuple[str, float, bool, int, bool], Verdict] = {}
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         """Remembers what it found: it is asked for every strategy of every request."""
-        is_beyond = shape.num_tokens > self._longest[shape.has_history]
-        key = (strategy, bound, shape.has_history, is_beyond)
+        size = 0 if shape.has_history else bisect_left(self._sizes, shape.num_chunks)
+        tables = self._deciding.get((shape.has_history, size))
+        if tables is None:
+            tables = self._deciding[shape.has_history, size] = self._find_deciding(shape)
+        is_beyond = shape.num_tokens > _longest_allowed(tables)
+        key = (strategy, bound, shape.has_history, size, is_beyond)
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= MOST_VERDICTS:  # bounds come from requests
                 self._verdicts.clear()
-            verdict = self._verdicts[key] = self._judge(strategy, bound, shape)
+            judged = self._judge(strategy, bound, tables, shape.has_history, is_beyond)
+            verdict = self._verdicts[key] = judged
         return verdict
 
-    def _judge(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
-        tables = self._deciding(shape)
+    def _judge(
+        self,
+        strategy: str,
+        bound: float,
+        tables: Sequence[Table],
+        has_history: bool,
+        is_beyond: bool,
+    ) -> Verdict:
         measured = [self._of(table, strategy) for table in tables]
         if not measured or not all(measured):
             return Verdict(None, Reason.NOT_CALIBRATED)
-        if shape.num_tokens > self._longest[shape.has_history]:
+        if is_beyond:
             return Verdict(None, Reason.BEYOND_MEASURED)
-        shares = [self._share(table, shape) for table in tables]
+        shares = [self._share(table, has_history) for table in tables]
         passing = [
             {ratio for ratio, cell in cells.items() if is_within(cell, share * bound)}
             for cells, share in zip(measured, shares, strict=True)
@@ -162,34 +172,41 @@ class CalibratedGate:
         ratio = min(set.intersection(*passing), default=None)
         if ratio is None:
             return Verdict(None, why)
-        close = sum(cells[ratio].close for cells in measured) / len(measured)
-        return Verdict(ratio, why, close=close)
+        chosen = [cells[ratio] for cells in measured]
+        close = sum(cell.close for cell in chosen) / len(chosen)
+        # what is served must be what was measured: of several leads the widest
+        lead = max(
+            table.close_call if cell.close_call is None else cell.close_call
+            for table, cell in zip(tables, chosen, strict=True)
+        )
+        return Verdict(ratio, why, close=close, close_call=lead)
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         """Whether chunks may stand in another order than they were found in: ratio 0 if the order
         was measured to cost no more than the bound, else None and why."""
         return self.min_ratio(ORDER_CELL, bound, shape)
 
-    def _deciding(self, shape: PromptShape) -> tuple[Table, ...]:
+    def _find_deciding(self, shape: PromptShape) -> tuple[Table, ...]:
         if not shape.has_history:
-            return tuple(t for t in self._tables if not t.has_history) or self._tables
+            alone = [t for t in self._tables if not t.has_history]
+            return of_size(alone or self._tables, shape.num_chunks)
         both = {id(table): table for table in (*self._tables, *self._with_history)}
         return tuple(both.values())
 
     def _of(self, table: Table, strategy: str) -> dict[float, Cell]:
         return {cell.ratio: cell for cell in self._cells[id(table)] if cell.strategy == strategy}
 
-    def _longest_allowed(self, has_history: bool) -> float:
-        """Tokens of a prompt beyond which the gate stays shut."""
-        tables = self._deciding(PromptShape(0, 0, has_history))
-        longest = [table.most_prompt_tokens for table in tables]
-        return max(LENGTH_MATTERS, *longest) if longest and all(longest) else math.inf
-
-    def _share(self, table: Table, shape: PromptShape) -> float:
+    def _share(self, table: Table, has_history: bool) -> float:
         """The part of the bound that a table is held to."""
         share = 1.0 if table.preamble == self._preamble else ELSEWHERE
-        covered = table.has_history or not shape.has_history
+        covered = table.has_history or not has_history
         return share if covered or self._with_history is not self._tables else share * ELSEWHERE
+
+
+def _longest_allowed(tables: Sequence[Table]) -> float:
+    """Tokens of a prompt beyond which the gate stays shut."""
+    longest = [table.most_prompt_tokens for table in tables]
+    return max(LENGTH_MATTERS, *longest) if longest and all(longest) else math.inf
 
 
 class StoredChunkPeek:

@@ -9,13 +9,13 @@ from kvweave.app.audit.audit_log import AuditedCell, GateMove
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.app.auto.measurements import NOT_CALIBRATED
 from kvweave.app.weave import Weave
-from kvweave.calibrate.gate import ORDER_CELL, Table
+from kvweave.calibrate.gate import ORDER_CELL, USUAL_CHUNKS, Table
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.plan import Reason
 
-USUAL = PromptShape(0, 1)  # a prompt that is not too long, without a history
+USUAL = PromptShape(0, USUAL_CHUNKS)  # a prompt of a few chunks, without a history
 
 
 class QualityPoint(NamedTuple):

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, KVState
 from kvweave.app.library.library_kv import BackgroundKV, LibraryKV
 from kvweave.app.library.neighbours import NeighbourKeeper
@@ -39,6 +40,7 @@ class CorpusKV:
         self._kv = kv
         self._most_bytes = options.most_bytes
         self._bound = options.bound
+        self.fronts = FrontKV(kb, kv.encoder, self._front_room)
         self._is_unused = False  # what would be made
         self._lock = threading.Lock()  # guards the rest
         self._generation = -1  # of the catalogue, as it was looked at
@@ -74,7 +76,8 @@ class CorpusKV:
             elif missing == len(self._left) and total <= done + missing:
                 state = "failed" if self._why else "ready"
             eta_s = self._eta_s() if state == "making" else None
-            return KVProgress(state, done, total, num_bytes, eta_s, self._why)
+            num_fronts = self.fronts.num_done()
+            return KVProgress(state, done, total, num_bytes, eta_s, self._why, num_fronts)
 
     def nothing_left(self) -> bool:
         """Whether there is nothing that could be made now, by the last look."""
@@ -154,6 +157,7 @@ class CorpusKV:
             self._is_full = False
             self._why = ""
             self._generation = generation
+        self.fronts.keep(alive)
 
     def _try_again(self) -> None:
         """A tier that took nothing may be well again, and nobody tells: one chunk finds out. The
@@ -172,6 +176,7 @@ class CorpusKV:
     def _take_in(self, chunks: Sequence[Chunk]) -> None:
         encoder = self._kv.encoder
         peeks = self._kv.store.peek([encoder.key(chunk.token_ids) for chunk in chunks])
+        there = []
         with self._lock:
             for chunk, peek in zip(chunks, peeks, strict=True):
                 if peek.residency is Residency.ABSENT:
@@ -179,6 +184,8 @@ class CorpusKV:
                 else:
                     size = peek.size_bytes or encoder.plain_bytes(len(chunk.token_ids))
                     self._sizes[chunk.id] = size
+                    there.append(chunk)
+        self.fronts.add(there)
 
     def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
         """The chunk whose KV should be made next, None if there is none or no room for it.
@@ -192,24 +199,43 @@ class CorpusKV:
                     chunk_id = next(newest, None)
                 if chunk_id is None:
                     return None
-                self._is_full = not self._has_room(self._missing[chunk_id])
-                if self._is_full:
-                    return None
+                num_tokens = self._missing[chunk_id]
+            missing_bytes = self._missing_bytes(num_tokens)
+            if missing_bytes > 0 and self.fronts.give_way(missing_bytes):
+                continue
+            with self._lock:
+                self._is_full = missing_bytes > 0
+            if missing_bytes > 0:
+                return None
             chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
             if chunk is not None:
                 return chunk
             with self._lock:  # it went since the last look
                 self._missing.pop(chunk_id, None)
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Lock is held."""
+    def _missing_bytes(self, num_tokens: int) -> int:
+        """By how much the KV of a chunk is too large for the room there is; at most 0 if it
+        fits."""
         size = self._kv.encoder.plain_bytes(num_tokens)
         if self._is_behind_neighbours:
             size *= 2  # with what it brings where it is a neighbour
-        room = self._kv.store.room_bytes()
-        if room is not None and size > room:
-            return False
-        return self._most_bytes is None or sum(self._sizes.values()) + size <= self._most_bytes
+        rooms = [self._kv.store.room_bytes(), self._own_room()]
+        return max((size - room for room in rooms if room is not None), default=0)
+
+    def _own_room(self) -> int | None:
+        """What is left of `most_bytes`."""
+        if self._most_bytes is None:
+            return None
+        with self._lock:
+            return self._most_bytes - sum(self._sizes.values()) - self.fronts.num_bytes()
+
+    def _front_room(self) -> int | None:
+        """What front copies may still take: as much room as the chunks' own KV takes is left for
+        more of that."""
+        with self._lock:
+            kept_free = sum(self._sizes.values())
+        rooms = [self._kv.store.room_bytes(), self._own_room()]
+        return min((room - kept_free for room in rooms if room is not None), default=None)
 
     def make(self, chunk: Chunk, pace: Pace) -> None:
         """Compute and save a chunk's KV, behind its encoding context. Raises what the device does
@@ -251,6 +277,8 @@ class CorpusKV:
                 if not self._left:
                     self._why = ""
                 self._sizes[chunk.id] = peek.size_bytes or encoder.plain_bytes(tokens)
+        if peek.residency is not Residency.ABSENT:
+            self.fronts.add([chunk])
 
     def failed(self, chunk: Chunk, error: Exception) -> None:
         """A chunk's KV could not be computed: it is left until documents change."""
@@ -264,6 +292,7 @@ class CorpusKV:
         with self._lock:
             self._missing.pop(chunk.id, None)
             self._sizes.pop(chunk.id, None)
+        self.fronts.forget(chunk.id)
 
     def _leave(self, chunk_id: ChunkId, why: str) -> None:
         """Lock is held."""

@@ -3,6 +3,7 @@ documents, wants stored.
 
     1  what requests brought again, and what stood in front for the first time   (`promotion.py`)
     2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
+    3  front copies of those that have KV, most asked for first, while it is quiet  (`front_kv.py`)
 
 One chunk at a time, a few layers at a time, when the engine may be had (`app/background.py`): an
 answer that comes meanwhile waits for a slice, never for a chunk.
@@ -146,7 +147,10 @@ class KVMaker:
     def _is_idle(self) -> bool:
         """Lock is held."""
         is_done = not self._names and not self._is_making
-        return is_done and (self._corpus is None or self._corpus.nothing_left())
+        corpus = self._corpus
+        if not is_done or corpus is None:
+            return is_done
+        return corpus.nothing_left() and (corpus.is_unused or corpus.fronts.nothing_left())
 
     def _work(self) -> None:
         corpus: CorpusKV | None = None  # as soon as it is prepared
@@ -157,7 +161,9 @@ class KVMaker:
                 corpus = self._corpus if self._corpus.prepare() else None
                 prepare_s = time.monotonic() + PREPARE_S
             try:
-                did_something = self._make_wanted() or self._make_next(corpus)
+                did_something = (
+                    self._make_wanted() or self._make_next(corpus) or self._make_front(corpus)
+                )
             except (GaveUp, EngineClosed):
                 return
             except (KVWeaveError, sqlite3.Error, OSError) as error:
@@ -237,6 +243,36 @@ class KVMaker:
             corpus.failed(chunk, error)
             self._settle(corpus, chunk, is_made=False)
         finally:
+            with self._changed:
+                self._is_making = False
+                self._changed.notify_all()
+        return True
+
+    def _make_front(self, corpus: CorpusKV | None) -> bool:
+        """The front copy whose turn it is. False: there is none, or answers are in the making:
+        then what requests want must not wait behind it."""
+        if corpus is None or not self._pace.is_quiet():
+            return False
+        with self._changed:
+            asked = list(self._asked_ids)
+        chunk = corpus.fronts.next(self._asked.count, asked)
+        if chunk is None:
+            return False
+        with self._changed:
+            self._is_making = True
+        try:
+            with self._pace.turn(self._closing, idle_only=True) as turn:
+                corpus.encoder.encode_isolated([chunk], turn)
+            corpus.flush()
+            if corpus.was_deleted(chunk):
+                corpus.forget(chunk)
+        except (GaveUp, EngineClosed):
+            raise
+        except Exception as error:  # as above
+            log.exception("the front copy of chunk %s is not stored", chunk.id)
+            _count_failure(corpus.encoder, error)
+        finally:
+            corpus.fronts.done(chunk)
             with self._changed:
                 self._is_making = False
                 self._changed.notify_all()

@@ -34,6 +34,7 @@ class KVProgress(NamedTuple):
     num_bytes: int  # that the KV of the done ones takes
     eta_s: float | None = None  # until the rest is there; None: not known, or nothing is made
     why: str = ""
+    chunks_in_front: int = 0  # that have a front copy as well, as far as somebody makes them
 
 
 def progress_on_disk(kb: KnowledgeBase) -> KVProgress:

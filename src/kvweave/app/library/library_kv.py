@@ -19,7 +19,15 @@ from kvweave.app.library.neighbours import neighbours_of, open_table
 from kvweave.app.library.retries import Retries
 from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
-from kvweave.calibrate.gate import ELSEWHERE, Table, choose, deciding, worst_cells
+from kvweave.calibrate.gate import (
+    ELSEWHERE,
+    USUAL_CHUNKS,
+    Table,
+    choose,
+    deciding,
+    of_size,
+    worst_cells,
+)
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -254,14 +262,15 @@ def key_context(
 def _why_unused(
     encoder: ChunkEncoder, decoder: Decoder, tokenizer: Tokenizer, bound: float
 ) -> str | None:
-    """Why no answer would be fused from what `encoder` makes; None: some would be, at least where
-    nothing was said before. Raises ConfigError for a profile that cannot be read."""
+    """Why no answer would be fused from what `encoder` makes; None: some would be, at least from a
+    few chunks and where nothing was said before. Raises ConfigError for a profile that cannot be
+    read."""
     profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
     preamble = digest_ids(encoder.preamble_ids)
     tables: tuple[Table, ...] = ()
     if profile is not None:
         tables = profile.tables(decoder.calibrated_as.revision, encoder.encoding_context, preamble)
-    alone = [table for table in deciding(tables) if not table.has_history]
+    alone = of_size([table for table in deciding(tables) if not table.has_history], USUAL_CHUNKS)
     if not alone:
         return "the model is not calibrated, so nothing would be fused"
     is_here = all(table.preamble == preamble for table in alone)

@@ -58,6 +58,7 @@ class KVOut(Outgoing):
     state: Literal["off", "making", "ready", "full", "failed", "unused"]
     chunks_done: int
     chunks_total: int
+    chunks_in_front: int  # that have a front copy as well
     bytes: int
     eta_s: float | None  # until the rest is there; null: not known, or nothing is made
     why: str | None = None  # nothing more can be made
@@ -267,6 +268,7 @@ def kv_out(progress: KVProgress) -> KVOut:
         state=progress.state,
         chunks_done=progress.chunks_done,
         chunks_total=progress.chunks_total,
+        chunks_in_front=progress.chunks_in_front,
         bytes=progress.num_bytes,
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
         why=progress.why or None,

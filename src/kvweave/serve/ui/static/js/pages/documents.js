@@ -140,7 +140,8 @@ function KvState({ data }) {
     </dd></div></dl>
     <div class="stack tight"><p class="row small"><span class=${`chip ${tone}`}>${words}</span>
       <span class="num quiet">${count(kv.chunks_done)} of ${plural(kv.chunks_total,
-      "chunk")} (${percent(share)})${kv.eta_s ? `, about ${Math.ceil(kv.eta_s)} s left` : ""}
+      "chunk")} (${percent(share)})${kv.chunks_in_front
+      ? `, ${count(kv.chunks_in_front)} with a front copy` : ""}${kv.eta_s ? `, about ${Math.ceil(kv.eta_s)} s left` : ""}
       </span></p>
       <div class="bar" role="progressbar" aria-label="Chunks with KV" aria-valuemin="0"
         aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>

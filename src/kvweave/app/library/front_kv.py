@@ -1,0 +1,136 @@
+"""Front copies: KV of chunks computed right behind the preamble, made before it is asked for.
+
+A chunk that stands first in a prompt is exact there with its isolated KV, and needs no row
+recomputed. Which chunk a question will find first is not known before, so every chunk of a
+knowledge base gets such a copy, most asked for first, while nothing else is to be done. A copy that
+is not there yet costs no answer its exactness: the chunk is computed with the prompt
+(`promotion.py` stores it then).
+
+They are a second copy of everything, so they leave as much room as the first ones take, and when a
+knowledge base has grown into that room they give way, oldest first.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.kv.keys import ChunkKey
+from kvweave.kv.residency import Residency
+from kvweave.types import Chunk, ChunkId
+
+
+class FrontCopy(NamedTuple):
+    key: ChunkKey
+    size_bytes: int
+
+
+class FrontKV:
+    """See the module. Counts and `nothing_left` on any thread, all else on the maker's."""
+
+    def __init__(
+        self, kb: KnowledgeBase, encoder: ChunkEncoder, room_bytes: Callable[[], int | None]
+    ) -> None:
+        """`room_bytes`: how many bytes front copies may still take; None: any number."""
+        self._kb = kb
+        self._encoder = encoder
+        self._room_bytes = room_bytes
+        self._lock = threading.Lock()  # guards the rest
+        self._copies: dict[ChunkId, FrontCopy] = {}  # that are there
+        self._missing: dict[ChunkId, int] = {}  # tokens of chunks without one, oldest first
+        self._is_full = False
+
+    # ---- any thread
+
+    def num_done(self) -> int:
+        """Chunks that have a front copy beside their KV."""
+        with self._lock:
+            return len(self._copies)
+
+    def num_bytes(self) -> int:
+        with self._lock:
+            return sum(copy.size_bytes for copy in self._copies.values())
+
+    def nothing_left(self) -> bool:
+        """Whether no copy is to be made now, by the last look."""
+        with self._lock:
+            return self._is_full or not self._missing
+
+    # ---- the maker's thread
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """These have KV behind their encoding context: which of them lack a front copy? Where that
+        KV is isolated itself there is none to be made."""
+        encoder = self._encoder
+        named = [(chunk, encoder.exact_key(chunk.token_ids)) for chunk in chunks]
+        named = [(chunk, key) for chunk, key in named if key != encoder.key(chunk.token_ids)]
+        peeks = encoder.store.peek([key for _, key in named])
+        with self._lock:
+            self._is_full = False
+            for (chunk, key), peek in zip(named, peeks, strict=True):
+                if peek.residency is Residency.ABSENT:
+                    self._missing[chunk.id] = len(chunk.token_ids)
+                else:
+                    self._note(chunk, key, peek.size_bytes)
+
+    def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
+        """The chunk whose copy should be made next; None if there is none or no room for it.
+        `num_asked`: how many questions found each of the chunks `asked`."""
+        while True:
+            with self._lock:
+                wanted = [c for c in asked if c in self._missing]
+                newest = next(reversed(self._missing), None)
+                chunk_id = max(wanted, key=num_asked, default=newest)
+                if chunk_id is None:
+                    return None
+                num_tokens = self._missing[chunk_id]
+            room = self._room_bytes()
+            is_full = room is not None and self._encoder.plain_bytes(num_tokens) > room
+            with self._lock:
+                self._is_full = is_full
+            if is_full:
+                return None
+            chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
+            if chunk is not None:
+                return chunk
+            self.forget(chunk_id)  # it went since the last look
+
+    def done(self, chunk: Chunk) -> None:
+        """A copy was made, or could not be: then it is left until documents change, for the chunk
+        is served without."""
+        self.forget(chunk.id)
+        key = self._encoder.exact_key(chunk.token_ids)
+        (peek,) = self._encoder.store.peek([key])
+        if peek.residency is not Residency.ABSENT:
+            with self._lock:
+                self._note(chunk, key, peek.size_bytes)
+
+    def give_way(self, num_bytes: int) -> bool:
+        """Delete copies, oldest first, until so many bytes are free. False: there are none."""
+        freed, keys = 0, []
+        with self._lock:
+            while self._copies and freed < num_bytes:
+                copy = self._copies.pop(next(iter(self._copies)))
+                freed += copy.size_bytes
+                keys.append(copy.key)
+        self._encoder.store.delete(keys)
+        return bool(keys)
+
+    def forget(self, chunk_id: ChunkId) -> None:
+        """A chunk is no more, or its copy is not to be made."""
+        with self._lock:
+            self._missing.pop(chunk_id, None)
+            self._copies.pop(chunk_id, None)
+
+    def keep(self, alive: set[ChunkId]) -> None:
+        """Chunks other than these are no more."""
+        with self._lock:
+            self._missing = {c: n for c, n in self._missing.items() if c in alive}
+            self._copies = {c: copy for c, copy in self._copies.items() if c in alive}
+
+    def _note(self, chunk: Chunk, key: ChunkKey, size_bytes: int | None) -> None:
+        """Lock is held. There is a copy."""
+        size = size_bytes or self._encoder.plain_bytes(len(chunk.token_ids))
+        self._missing.pop(chunk.id, None)
+        self._copies[chunk.id] = FrontCopy(key, size)

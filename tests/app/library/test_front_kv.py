@@ -1,0 +1,205 @@
+"""Front copies: every chunk can stand first without being computed, as far as there is room."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvweave import Weave
+from kvweave.app.library.library import Library
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
+from kvweave.app.runtime import ModelRuntime
+from kvweave.app.weave import Sampling
+from kvweave.kv.config import DiskTierConfig, HostTierConfig
+from kvweave.kv.residency import Residency
+from kvweave.model.decoder import Decoder
+from kvweave.model.load import load_decoder
+from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import Chunk
+from worlds.tiny_corpus import make_text, open_kb
+from worlds.tiny_models import make_chat_model_folder
+from worlds.weaves import library_of
+
+TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(6)]
+GREEDY = Sampling(max_tokens=4)
+Model = tuple[Decoder, Tokenizer]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = make_chat_model_folder(tmp_path_factory.mktemp("made"), max_position_embeddings=4096)
+    return load_decoder(folder, device="cpu"), Tokenizer(folder)
+
+
+def opened(
+    folder: Path,
+    model: Model,
+    background: BackgroundKV | None = None,
+    encoding: str = "filler:1",
+    disk_bytes: int = 1 << 30,
+) -> Weave:
+    runtime = ModelRuntime(*model, "tiny")
+    kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
+    tiers = (HostTierConfig(1 << 26), DiskTierConfig(folder / "kv", capacity_bytes=disk_bytes))
+    options = KVOptions(encoding, tiers=tiers, background=background or BackgroundKV())
+    return Weave(runtime, library_of(kb, runtime, options))
+
+
+def chunks_of(library: Library) -> dict[str, Chunk]:
+    found = [c for batch in library.kb.catalogue.all_chunks(64) for c in batch]
+    return {chunk.title: chunk for chunk in found}
+
+
+def in_front(library: Library) -> set[str]:
+    """Titles of chunks that have a front copy."""
+    chunks = chunks_of(library)
+    peeks = library.store.peek([library.encoder.exact_key(c.token_ids) for c in chunks.values()])
+    there = zip(chunks, peeks, strict=True)
+    return {title for title, peek in there if peek.residency is not Residency.ABSENT}
+
+
+def num_in_front(weave: Weave) -> int:
+    progress = weave.kv_progress()
+    assert progress is not None
+    return progress.chunks_in_front
+
+
+def comes_true(holds: Callable[[], bool], within_s: float = 30.0) -> bool:
+    deadline_s = time.monotonic() + within_s
+    while not holds() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return holds()
+
+
+def test_every_chunk_gets_one_and_the_first_question_finds_its_first_chunk_exact(
+    tmp_path: Path, model: Model
+) -> None:
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        exact = weave.ask("How do I drain a node?", k=1, reuse="full", sampling=GREEDY)
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert in_front(weave.library) == {title for title, _ in TEXTS}
+        assert num_in_front(weave) == len(TEXTS)
+        asked = weave.ask("How do I drain a node?", k=1, reuse="reuse", sampling=GREEDY)
+        assert asked.explain is not None
+        (front,) = asked.explain.chunks
+        assert (front.state, front.recomputed) == ("reused", 0)
+        assert asked.text == exact.text
+
+
+def test_most_asked_first_and_only_once_all_chunks_have_kv(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        library, chunks = weave.library, chunks_of(weave.library)
+        made: list[str] = []
+        encode = library.encoder.encode_isolated
+
+        def watched(some: list[Chunk], *args: object) -> None:
+            keys = [library.encoder.key(chunk.token_ids) for chunk in chunks.values()]
+            peeks = library.store.peek(keys)
+            assert all(peek.residency is not Residency.ABSENT for peek in peeks)
+            made.extend(library.kb.catalogue.chunks([c.id])[c.id].title for c in some)
+            encode(some, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(library.encoder, "encode_isolated", watched)
+        for title, times in (("Note 1", 1), ("Note 3", 3), ("Note 2", 2)):
+            for _ in range(times):
+                library.maker.asked([chunks[title].id])
+        library.start()
+        assert library.maker.wait(60)
+        assert made[:3] == ["Note 3", "Note 2", "Note 1"]
+        assert sorted(made) == sorted(chunks), "each once"
+
+
+@pytest.mark.parametrize("bound", ["the tier's", "its own"])
+def test_they_leave_room_for_as_much_again_and_then_give_way(
+    tmp_path: Path, model: Model, bound: str
+) -> None:
+    folder = tmp_path / "kb"
+    with opened(folder, model) as weave:
+        weave.ingest(*TEXTS[:3])
+        lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
+        size = max(map(weave.library.encoder.plain_bytes, lengths))
+    room = 8 * size - size // 2  # three, as much again, one front copy; six of their own later
+    options = BackgroundKV() if bound == "the tier's" else BackgroundKV(room)
+    disk_bytes = room if bound == "the tier's" else 1 << 30
+    with opened(folder, model, options, disk_bytes=disk_bytes) as weave:
+        library = weave.library
+        library.start()
+        assert library.maker.wait(60)
+        assert num_in_front(weave) == len(in_front(library)) == 1
+        weave.ingest(*TEXTS[3:])
+        more = [(f"More {i}", make_text(24, seed=20 + i)) for i in range(1)]
+        weave.ingest(*more)
+        assert comes_true(lambda: weave.kv_progress()[1] == 7)  # type: ignore[index]
+        assert library.maker.wait(60)
+        progress = weave.kv_progress()
+        assert progress is not None
+        assert (progress.state, progress.chunks_in_front) == ("ready", 0)
+        assert library.store.flush()
+        assert in_front(library) == set(), "it went for a chunk's own KV"
+        assert library.store.metrics.value("kv_evictions_total", tier="disk") == 0
+
+
+def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        library = weave.library
+        documents = {d.title: d.id for d in library.kb.documents()}
+        newest = chunks_of(library)["Note 5"]
+        encode = library.encoder.encode_isolated
+
+        def removing(some: list[Chunk], *args: object) -> None:
+            if some[0].id == newest.id and library.kb.catalogue.known([newest.id]):
+                library.remove(documents["Note 5"])
+            encode(some, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(library.encoder, "encode_isolated", removing)
+        library.start()
+        assert comes_true(lambda: num_in_front(weave) == len(TEXTS) - 1)
+        assert library.maker.wait(60)
+        assert library.store.flush()
+        assert not library.store.keys_at_hand(lambda of: of.chunk == newest.id)
+
+
+def test_while_answers_are_made_none_is_and_nobody_waits_for_one(
+    tmp_path: Path, model: Model
+) -> None:
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        library, answers = weave.library, weave.runtime.client.answers
+        ended = threading.Event()
+
+        def busy() -> None:
+            with answers.one():
+                ended.wait(60)
+
+        beside = threading.Thread(target=busy)
+        beside.start()
+        try:
+            library.start()
+            assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS))  # type: ignore[index]
+            time.sleep(0.3)
+            assert num_in_front(weave) == 0
+            weave.ingest(("Late", make_text(24, seed=9)))  # goes on with its share of the time
+            assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS) + 1)  # type: ignore[index]
+        finally:
+            ended.set()
+            beside.join()
+        assert comes_true(lambda: num_in_front(weave) == len(TEXTS) + 1)
+
+
+def test_isolated_kv_needs_none(tmp_path: Path, model: Model) -> None:
+    with opened(tmp_path / "kb", model, encoding="isolated") as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert num_in_front(weave) == 0
+        assert weave.library.store.metrics.value("kv_chunks_encoded_total") == len(TEXTS)
