@@ -1,7 +1,8 @@
 """The knowledge bases of bench/product.py: which passages, and their folder, made once.
 
 Chunk KV is made by `kvweave ingest --kv` with its defaults, which is what an upload over HTTP does
-too. The folder is kept by the hash of its passages; ingest looks at it again in every run, so that
+too; then a server with default settings has it until nothing is left to be made in idle time (front
+copies). The folder is kept by the hash of its passages; ingest looks at it again in every run, so that
 KV which another version of kvweave made is made anew. Each server gets a copy of its own.
 """
 
@@ -10,13 +11,15 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import read_jsonl
-from product_parts.servers import default_env
+from product_parts.servers import default_env, start_kvweave
 
+IDLE_S = 1800.0  # that a server may take for what it makes in idle time
 Record = dict[str, str]  # id, title, text
 
 
@@ -124,7 +127,28 @@ def prepare(
     done = subprocess.run(command, env=default_env(home_folder), check=False)
     if done.returncode:
         raise SystemExit(f"kvweave ingest of {name} ended with {done.returncode}")
+    _let_idle(name, model, place, home_folder)
     return folder
+
+
+def _let_idle(name: str, model: str, place: Path, home_folder: Path) -> None:
+    """Let a server have the knowledge base in `place` until its front copies are made."""
+    began_s = time.monotonic()
+    server = start_kvweave(f"idle-{name}", model, place, home_folder)
+    try:
+        while True:
+            told = server.http.get("/v1/kb/kb").raise_for_status().json()["kv"]
+            if told["state"] != "making" and (
+                told["state"] != "ready" or told["chunks_in_front"] >= told["chunks_done"]
+            ):
+                break
+            if time.monotonic() - began_s > IDLE_S:
+                raise SystemExit(f"{name} was not done after {IDLE_S:.0f} s of idle time: {told}")
+            time.sleep(0.5)
+    finally:
+        server.close()
+    took_s = time.monotonic() - began_s
+    print(f"{name}: {told['chunks_in_front']} front copies, idle for {took_s:.0f} s", flush=True)
 
 
 def copy_of(folder: Path, root: Path, name: str) -> None:

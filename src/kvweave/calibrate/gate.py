@@ -16,7 +16,7 @@ MAX_FLIPS = 0.02  # share of questions whose first token may change
 # and computed exactly, before anything was handed out. Nearly all flips are such calls, because a
 # first token that fusion overturns was never far ahead (docs/calibration.md has the figures). A
 # cell takes the least of these that keeps its flips within MAX_FLIPS.
-CLOSE_CALLS = (0.2, 0.3)
+CLOSE_CALLS = (0.2, 0.25, 0.3)
 ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
 FEWEST_QUESTIONS = 20  # with fewer there is no interval worth its name
 ELSEWHERE = 0.5  # of the bound for what was measured behind another system prompt, or no history

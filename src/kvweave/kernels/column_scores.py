@@ -57,7 +57,8 @@ def column_scores(
         most = torch.zeros(group, len(keys), dtype=torch.float32, device=q.device)
         for start in range(0, num_rows, BLOCK_ROWS):
             block = slice(start, start + BLOCK_ROWS)
-            asking = mine[:, block].float() * head_dim**-0.5
+            # side by side: else the product would copy the columns once for each head
+            asking = (mine[:, block].float() * head_dim**-0.5).contiguous()
             logits = torch.matmul(asking, columns.T)  # [G, rows, N]
             if normaliser == "chunk":
                 for first, last in chunks:
