@@ -2,8 +2,8 @@
 
 Chunk KV is made by `kvweave ingest --kv` with its defaults, which is what an upload over HTTP does
 too; then a server with default settings has it until nothing is left to be made in idle time (front
-copies). The folder is kept by the hash of its passages; ingest looks at it again in every run, so that
-KV which another version of kvweave made is made anew. Each server gets a copy of its own.
+copies). The folder is kept by the hash of its passages; ingest looks at it again in every run, so
+that KV which another version of kvweave made is made anew. Each server gets a copy of its own.
 """
 
 import hashlib
