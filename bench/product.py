@@ -89,6 +89,8 @@ def _moved(explain: Event) -> float:
     return float((explain.get("decision") or {}).get("ordered_by", "given") != "given")
 
 
+NO_DECISION = {"order_kept": "nothing was planned"}
+SOME = 3  # reasons that are shown
 # The one place that knows how a mechanism shows. A pattern is of a whole series of /metrics.
 MECHANISMS = (
     Mechanism(
@@ -111,6 +113,7 @@ MECHANISMS = (
         ("conversations", "skewed_stream", "novel_orders"),
         False,
         _moved,
+        lambda explain: (explain.get("decision") or NO_DECISION).get("order_kept"),
     ),
     Mechanism(
         "dedup",
@@ -125,6 +128,7 @@ MECHANISMS = (
         ("conversations", "skewed_stream", "novel_orders"),
         False,
         lambda explain: (explain.get("speculation") or {}).get("guesses", 0),
+        lambda explain: explain.get("not_guessed"),
     ),
     Mechanism(
         "audit",
@@ -403,7 +407,7 @@ def misses(fields: dict[str, Any], fired: Sequence[dict[str, Any]]) -> list[str]
         where = ", ".join(one["expected"])
         if one["fired"] is None and any(name in one["by_counter"] for name in one["expected"]):
             wrong.append(f"{one['mechanism']}: NOT THERE YET, no counter like {one['counter']}")
-        elif one["fired"] is False:
+        elif one["fired"] is False and not one["refused"]:
             wrong.append(f"{one['mechanism']} did not fire in {where}")
     return wrong
 
@@ -432,9 +436,13 @@ def show(
             grew, seen = one["by_counter"][name], one["by_explain"][name]
             star = "*" if name in one["expected"] else ""
             counts.append(f"{'none' if grew is None else f'{grew:,.0f}'} ({seen:,.0f}){star}")
-        table.add_row(one["mechanism"], words[one["fired"]], *counts)
+        said = "refused" if one["refused"] else words[one["fired"]]
+        table.add_row(one["mechanism"], said, *counts)
     console.print(table)
     console.print("* expected there")
+    for one in fired:
+        for reason in one["refused"][:SOME]:
+            console.print(f"{one['mechanism']} was refused: {reason}", highlight=False)
     for line in wrong:
         console.print(f"[red]missed[/] {line}", highlight=False)
 

@@ -104,6 +104,8 @@ class Mechanism(NamedTuple):
     expected: tuple[str, ...]  # in these workloads
     everywhere: bool  # in all of them, not only in one
     seen: Callable[[Event], float]  # the same from an answer's explain block
+    # why a request did without, by its explain block; None: it does not say
+    refused: Callable[[Event], str | None] = lambda _: None
 
 
 def grown(series: str, before: Metrics, after: Metrics) -> float | None:
@@ -120,7 +122,8 @@ def judge(
     asked: Sequence[Asked],
 ) -> dict[str, Any]:
     """Whether a mechanism fired where it was expected; `counted` has /metrics before and after, by
-    workload. `fired` is None where the server has no such counter."""
+    workload. `fired` is None where the server has no such counter. `refused` are the reasons where
+    every answer of the workloads has one: then it was right not to fire."""
     by_counter = {name: grown(mechanism.series, *pair) for name, pair in counted.items()}
     ran = [name for name in mechanism.expected if name in counted]
     grew = [by_counter[name] for name in ran]
@@ -129,14 +132,19 @@ def judge(
         hits = [bool(value and value > 0) for value in grew]
         fired = all(hits) if mechanism.everywhere else any(hits)
     by_explain = dict.fromkeys(counted, 0.0)
+    reasons: list[str | None] = []
     for one in asked:
         if one.arm == "default" and one.workload in by_explain and one.reply.explain:
             by_explain[one.workload] += mechanism.seen(one.reply.explain)
+            if one.workload in ran:
+                reasons.append(mechanism.refused(one.reply.explain))
+    refused = sorted({str(reason) for reason in reasons}) if all(reasons) else []
     return {
         "mechanism": mechanism.name,
         "counter": mechanism.series,
         "expected": list(mechanism.expected),
         "fired": fired,
+        "refused": [] if fired else refused,
         "by_counter": by_counter,
         "by_explain": by_explain,
     }

@@ -34,6 +34,7 @@ class AnswerNotes:
     record: FuseRecord | None = None  # how the prompt was prefilled
     decision: Decision | None = None  # why so; None unless the planner chose
     speculation: SpeculationRecord | None = None  # what was guessed while searching
+    not_guessed: str | None = None  # why nothing was to be guessed
     audit: AuditNote | None = None  # of a fused one that may be audited
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them

@@ -36,6 +36,7 @@ class Reason(StrEnum):
         "not met"
     )
     BEYOND_MEASURED = "longer than any prompt that was calibrated"
+    ORDER_MATTERS = "chunks in another order cost this model more than the quality bound"
     AUDITED = "the audit found it over the bound"
     AUDIT_ROOM = "the audit found room for a smaller ratio"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
@@ -129,6 +130,7 @@ class Plan:
     in_history: tuple[ChunkRef, ...]  # left out: the conversation has them
     exact_tokens: int  # of the tree's path: preamble, history and chunks
     close_call: float = 0.0  # nats: a first token that leads by less is computed exactly
+    order_kept: Reason | None = None  # why "auto" moves no chunk; None: it might, or was not asked
 
     @property
     def num_tokens(self) -> int:

@@ -73,7 +73,8 @@ class Planner:
         stored = self.peek([part.id for part in (*request.history, *chunks)])
         now_s, busy = self.now_s(), self.is_busy()
         facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
-        pricing = RequestPricing(request, chunks, facts, self._permission(request))
+        permission, order_kept = self._permission(request)
+        pricing = RequestPricing(request, chunks, facts, permission)
         ordering = pricing.order(self.accesses, self.is_tree_full())
         priced = pricing.price(ordering.chunks)
         taken, options = priced.chosen, priced.options()
@@ -102,6 +103,7 @@ class Planner:
             close_call=next(
                 (a.close_call for a in allowed if a.strategy.name == taken.strategy), 0.0
             ),
+            order_kept=order_kept,
         )
 
     def _computed_once(
@@ -157,13 +159,17 @@ class Planner:
         if load is not None and link is not None:
             link.paid_when(beside).observe(load, actual_s, self.now_s())
 
-    def _permission(self, request: PlanRequest) -> OrderPermission:
-        """Order is a shortcut like any other: it goes through the gate."""
+    def _permission(self, request: PlanRequest) -> tuple[OrderPermission, Reason | None]:
+        """Order is a shortcut like any other: it goes through the gate, which may say why not."""
         if request.order is not OrderPermission.AUTO:
-            return request.order
+            return request.order, None
         shape = _shape(request, self.tree.root.num_tokens)
         verdict = self.gate.may_reorder(request.quality_bound, shape)
-        return OrderPermission.AS_FOUND if verdict.ratio is None else OrderPermission.FREE
+        if verdict.ratio is not None:
+            return OrderPermission.FREE, None
+        over = (Reason.BOUND_NOT_MET, Reason.HALF_BOUND_NOT_MET)
+        why = Reason.ORDER_MATTERS if verdict.reason in over else verdict.reason
+        return OrderPermission.AS_FOUND, why
 
     def _costs(self, now_s: float, busy: bool) -> CostModel:
         costs = self.costs

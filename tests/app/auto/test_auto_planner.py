@@ -433,6 +433,8 @@ def test_a_free_order_is_a_permutation_and_keep_keeps(world: World, weave: Weave
     kept = weave.plan(QUESTION)
     free = weave.plan(QUESTION, order="free")
     assert kept.ordered_by == "given"
+    assert kept.order_kept == Reason.NOT_CALIBRATED, "auto may not, and says why"
+    assert free.order_kept is None
     assert sorted(free.order) == sorted(kept.order)
     assert len(kept.order) == len(TEXTS)
 

@@ -1,5 +1,6 @@
 """A server with default settings: guesses where searches are slow, and no other answer for it."""
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,14 +73,17 @@ def test_a_server_with_default_settings_learns_to_guess_and_answers_the_same(
 ) -> None:
     first = ask(url)
     assert first["explain"]["speculation"] is None, "nobody knows how long anything takes"
+    assert first["explain"]["not_guessed"] == "neither searches nor prefills were timed yet"
     told = [ask(url) for _ in range(3)]
     said = [each["explain"]["speculation"] for each in told]
     assert said[-1]["stages"] == 8
     assert said[-1]["guesses"] == 1
+    assert told[-1]["explain"]["not_guessed"] is None
     assert 3 < said[-1]["right_stage"] < 8, "a short prefill waits until little of it is left"
     assert 0 < said[-1]["hidden_ms"] < said[-1]["search_ms"]
     off = ask(url, speculate="off")
     assert off["explain"]["speculation"] is None
+    assert off["explain"]["not_guessed"] == "speculation is off"
     texts = {each["choices"][0]["message"]["content"] for each in (first, *told, off)}
     assert len(texts) == 1
     counts = counted(url)
@@ -104,7 +108,9 @@ def test_what_was_learnt_outlives_the_closing_of_a_knowledge_base(
 
 def test_a_small_knowledge_base_is_searched_plainly(url: str) -> None:
     for _ in range(3):
-        assert ask(url)["explain"]["speculation"] is None
+        told = ask(url)["explain"]
+        assert told["speculation"] is None
+    assert re.fullmatch(r"a search takes \d+\.\d ms, too short to .+", told["not_guessed"])
 
 
 def test_loading_an_index_is_no_part_of_a_search(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

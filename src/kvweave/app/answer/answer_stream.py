@@ -63,6 +63,7 @@ class Answer:
     explain: FuseRecord | None = None  # how the prompt was prefilled; None if all was computed
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
+    not_guessed: str | None = None  # why nothing was to be guessed; None: it was, or nothing found
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
@@ -231,6 +232,7 @@ class _Made:
             explain=notes.record,
             decision=notes.decision,
             speculation=notes.speculation,
+            not_guessed=notes.not_guessed,
             audit=notes.audit,
             stopped_because=self.stopped_because,
             sources=sources,

@@ -127,6 +127,7 @@ class Speculation:
             events: list[AnswerEvent] = []
             made = submission_of(self._look_up(lambda: self._search(asked, events)))
             made.notes.events += events
+            made.notes.not_guessed = self._why_not(mode, asked)
             return made, TokenStream(self._client, made.request, (*made.on_first, self._learn))
         ready()
         got = self._look_up(lambda: self._speculate(asked, submission_of, num_stages, mode))
@@ -147,6 +148,17 @@ class Speculation:
         if mode == "on":
             return MAX_STAGES
         return 1 if self._boundary_s is None else self._paces.search.num_stages()
+
+    def _why_not(self, mode: SpeculationMode, asked: Question) -> str:
+        """Why a search was not taken stage by stage."""
+        if mode == "off":
+            return "speculation is off"
+        if not asked.search.is_staged:
+            return f"a search by {asked.search.retrieval} has no stages"
+        search_s = self._paces.search.search_s
+        if self._boundary_s is None or search_s is None:
+            return "neither searches nor prefills were timed yet"
+        return f"a search takes {search_s * 1e3:.1f} ms, too short to compute anything beside it"
 
     @property
     def _boundary_s(self) -> float | None:

@@ -40,6 +40,7 @@ class DecisionOut(Outgoing):
     predicted_ms: float
     actual_ms: float
     ordered_by: str
+    order_kept: str | None = None  # why no chunk may move, where that is left to us
     options: list[OptionOut]
 
 
@@ -71,6 +72,7 @@ class Explain(Outgoing):
     states: list[tuple[str, int, int]]  # runs of tokens of one state: state, start, end
     decision: DecisionOut | None  # null unless reuse is "auto"
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
+    not_guessed: str | None = None  # why nothing was to be guessed
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
     full_ms: float | None = None  # a full prefill of this prompt, about; null: never measured
@@ -121,6 +123,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         states=[(str(state), start, end) for state, start, end in record.runs()],
         decision=_decision(answer),
         speculation=None if answer.speculation is None else answer.speculation.document(),
+        not_guessed=answer.not_guessed,
         audit=None if answer.audit is None else answer.audit.document(),
         full_ms=_full_ms(answer),
         timeline_ms=_timeline(answer, queue_s),
@@ -170,6 +173,7 @@ def _decision(answer: Answer) -> DecisionOut | None:
         predicted_ms=round(decision.judged.predicted_s * 1e3, 3),
         actual_ms=round(decision.judged.actual_s * 1e3, 3),
         ordered_by=decision.plan.ordered_by,
+        order_kept=None if decision.plan.order_kept is None else str(decision.plan.order_kept),
         options=[
             OptionOut(
                 name=option.name,
