@@ -89,7 +89,18 @@ def _moved(explain: Event) -> float:
     return float((explain.get("decision") or {}).get("ordered_by", "given") != "given")
 
 
-NO_DECISION = {"order_kept": "nothing was planned"}
+def _not_guessed(explain: Event) -> str | None:
+    """Why nothing was computed beside a search; a server's first answer has no say."""
+    why = explain.get("not_guessed")
+    return "" if why == "no prompt was timed yet" else why
+
+
+def _order_kept(explain: Event) -> str | None:
+    """Why no chunk may move; an answer without a plan has no say."""
+    decision = explain.get("decision")
+    return decision.get("order_kept") if decision else ""
+
+
 SOME = 3  # reasons that are shown
 # The one place that knows how a mechanism shows. A pattern is of a whole series of /metrics.
 MECHANISMS = (
@@ -113,7 +124,7 @@ MECHANISMS = (
         ("conversations", "skewed_stream", "novel_orders"),
         False,
         _moved,
-        lambda explain: (explain.get("decision") or NO_DECISION).get("order_kept"),
+        _order_kept,
     ),
     Mechanism(
         "dedup",
@@ -128,7 +139,7 @@ MECHANISMS = (
         ("conversations", "skewed_stream", "novel_orders"),
         False,
         lambda explain: (explain.get("speculation") or {}).get("guesses", 0),
-        lambda explain: explain.get("not_guessed"),
+        _not_guessed,
     ),
     Mechanism(
         "audit",

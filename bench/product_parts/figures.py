@@ -104,7 +104,7 @@ class Mechanism(NamedTuple):
     expected: tuple[str, ...]  # in these workloads
     everywhere: bool  # in all of them, not only in one
     seen: Callable[[Event], float]  # the same from an answer's explain block
-    # why a request did without, by its explain block; None: it does not say
+    # why a request did without, by its explain block; None: it does not say, "": it has no say
     refused: Callable[[Event], str | None] = lambda _: None
 
 
@@ -123,7 +123,7 @@ def judge(
 ) -> dict[str, Any]:
     """Whether a mechanism fired where it was expected; `counted` has /metrics before and after, by
     workload. `fired` is None where the server has no such counter. `refused` are the reasons where
-    every answer of the workloads has one: then it was right not to fire."""
+    every answer of the workloads that has a say gives one: then it was right not to fire."""
     by_counter = {name: grown(mechanism.series, *pair) for name, pair in counted.items()}
     ran = [name for name in mechanism.expected if name in counted]
     grew = [by_counter[name] for name in ran]
@@ -138,7 +138,7 @@ def judge(
             by_explain[one.workload] += mechanism.seen(one.reply.explain)
             if one.workload in ran:
                 reasons.append(mechanism.refused(one.reply.explain))
-    refused = sorted({str(reason) for reason in reasons}) if all(reasons) else []
+    refused = [] if None in reasons else sorted({reason for reason in reasons if reason})
     return {
         "mechanism": mechanism.name,
         "counter": mechanism.series,

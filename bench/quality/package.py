@@ -83,7 +83,7 @@ def main() -> None:
     kept = [
         replace(table, kind=SETS[table.data].kind)
         for table in profile.calibration
-        if table.data not in {fresh.data for fresh in tables}
+        if table.data in SETS and table.data not in {fresh.data for fresh in tables}
     ]
     every = sorted((*kept, *tables), key=lambda table: list(SETS).index(table.data))
     save_profile(args.profile, replace(profile, calibration=tuple(every)))

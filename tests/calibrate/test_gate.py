@@ -1,10 +1,13 @@
 """The gate and its numbers: who is chosen, and what an interval claims."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvweave.app.auto.facts import CalibratedGate
+from kvweave.calibrate import gate as gate_module
 from kvweave.calibrate.gate import (
     ENOUGH_QUESTIONS,
     Cell,
@@ -15,9 +18,11 @@ from kvweave.calibrate.gate import (
     of_size,
     worst_cells,
 )
+from kvweave.calibrate.profiles import load_profile
 from kvweave.plan.inputs import PromptShape
 from kvweave.plan.plan import Reason
 
+PACKAGED = Path(gate_module.__file__).parent / "packaged"
 SHAPE = PromptShape(1000, 5)
 TALK = PromptShape(1000, 5, has_history=True)
 
@@ -176,8 +181,10 @@ def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks()
     few, many = sized("hops", 5.3, *ratios(0.01, 0.005)), sized("hops", 10.7, *ratios(0.03, 0.015))
     other = sized("one", 6.4, *ratios(0.01, 0.005))
     assert of_size([many, other, few], 5) == (few, other)
-    assert of_size([many, other, few], 6) == (many, other), "5.3 is not 6"
-    assert of_size([many, few], 50) == (many,), "the largest there is"
+    assert of_size([many, other, few], 6) == (few, many, other), "5.3 is not 6"
+    assert of_size([many, few], 50) == (few, many), "all there are"
+    assert of_size([many, few], 5, 3001) == (few, many), "1.5 times 2,000 tokens, no more"
+    assert of_size([many, few], 5, 3000) == (few,)
     gate = CalibratedGate([many, other, few], "p")
 
     def ratio(num_chunks: int, *, told: bool = False) -> float | None:
@@ -188,11 +195,33 @@ def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks()
     assert ratio(5, told=True) is None, "behind a history all of them, within half the bound"
 
 
-def test_few_chunks_are_no_longer_than_what_was_measured_of_few() -> None:
-    few = sized("hops", 5.0, *ratios(0.01))
-    many = sized("hops", 24.0, *ratios(0.01), most_tokens=5500)
-    assert verdict(few, many, shape=PromptShape(5000, 20)) == 0.1
-    assert verdict(few, many, shape=PromptShape(5000, 5)) is None
+def test_few_chunks_that_are_long_are_for_a_table_of_more_too() -> None:
+    few = sized("hops", 5.0, *ratios(0.01, 0.01))
+    many = sized("hops", 24.0, *ratios(0.03, 0.01), most_tokens=5500)
+    assert verdict(few, many, shape=PromptShape(3000, 5)) == 0.1
+    assert verdict(few, many, shape=PromptShape(3001, 5)) == 0.2
+    assert verdict(few, many, shape=PromptShape(5501, 5)) is None
+
+
+def test_what_failed_with_fewer_chunks_has_its_say_with_more() -> None:
+    """Few questions: by chance the larger set looks better."""
+    few = sized("hops", 5.0, *ratios(0.03, 0.01))
+    many = sized("hops", 24.0, *ratios(0.01, 0.01))
+    assert verdict(few, many, shape=PromptShape(2000, 20)) == 0.2
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_packaged_tables_open_no_wider_for_more_chunks(path: Path) -> None:
+    """As `of_size` takes for granted: a prompt of more chunks never gets by with fewer rows."""
+    stored = json.loads(path.read_text())
+    profile = load_profile(path, stored["weights"], stored["tokenizer"])
+    gate = CalibratedGate(profile.calibration, profile.calibration[0].preamble)
+    strategies = {cell.strategy for table in profile.calibration for cell in table.cells}
+    for strategy in strategies - {"order"}:
+        for num_tokens in (500, 1500, 3000):
+            shapes = [PromptShape(num_tokens, n) for n in range(1, 30)]
+            found = [gate.min_ratio(strategy, 0.02, shape).ratio or 1.0 for shape in shapes]
+            assert found == sorted(found), (strategy, num_tokens)
 
 
 def test_users_own_questions_speak_for_any_number_of_chunks() -> None:

@@ -71,9 +71,19 @@ def change(path: Path, **changes: object) -> None:
 
 
 def test_another_format_is_refused_with_the_way_out(path: Path) -> None:
-    change(path, format=7)
-    with pytest.raises(ConfigError, match="has format 7, this kvweave reads 6; make it again with"):
+    change(path, format=8)
+    with pytest.raises(ConfigError, match="has format 8, this kvweave reads 7; make it again with"):
         load(path)
+
+
+def test_format_6_is_read_as_it_is(path: Path) -> None:
+    """Its cells say nothing of their close calls: the table does."""
+    stored = json.loads(path.read_text())
+    for table in stored["calibration"]:
+        for cell in table["cells"]:
+            del cell["close_call"]
+    path.write_text(json.dumps({**stored, "format": 6}))
+    assert load(path) == PROFILE
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])

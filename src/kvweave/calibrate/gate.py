@@ -23,6 +23,7 @@ ELSEWHERE = 0.5  # of the bound for what was measured behind another system prom
 # Up to here the length of a prompt was measured not to matter (its correlation with KL is below 0.2
 # in all of eleven sets); beyond, only lengths that were measured pass.
 LENGTH_MATTERS = 4096  # tokens
+LONGER = 1.5  # times the longest prompt of a table: a longer one is for a table of more chunks too
 USUAL_CHUNKS = 5  # that a question finds, unless it is told otherwise (`library.k`)
 ORDER_CELL = "order"  # what full prefill of the chunks in another order costs: no way to fuse
 OWN = "own"  # the kind of questions that a user brought
@@ -83,10 +84,20 @@ class Table:
     close_call: float = 0.0
 
     @property
+    def num_chunks(self) -> int:
+        """What its prompts had at least, on average."""
+        return int(self.mean_chunks)
+
+    @property
+    def longest_covered(self) -> float:
+        """Tokens of a prompt that it speaks for; without end if it does not know its own."""
+        return LONGER * self.most_prompt_tokens or math.inf
+
+    @property
     def subject(self) -> tuple[str, int]:
-        """What it speaks of: a kind of questions at some number of chunks, rounded. What a user
-        asked is one subject, whatever it brought."""
-        return self.kind, 0 if self.kind == OWN else round(self.mean_chunks)
+        """What it speaks of: a kind of questions at some number of chunks. What a user asked is one
+        subject, whatever it brought."""
+        return self.kind, 0 if self.kind == OWN else self.num_chunks
 
     def widened(self) -> tuple[Cell, ...]:
         """Its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the upper
@@ -106,16 +117,20 @@ def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
     return tuple(enough or tables)
 
 
-def of_size(tables: Iterable[Table], num_chunks: int) -> tuple[Table, ...]:
-    """Of each kind, the table that speaks for prompts of so many chunks: the smallest that has as
-    many, else the largest. More chunks cost more, so a table of more is on the safe side."""
+def of_size(tables: Iterable[Table], num_chunks: int, num_tokens: int = 0) -> tuple[Table, ...]:
+    """Those that speak for prompts of so many chunks and tokens: of each kind the smallest that
+    covers them, or else the largest, and all that are smaller still. More chunks mostly cost more,
+    but few questions do not prove it: what failed with fewer has its say with more."""
     by_kind: dict[str, list[Table]] = {}
     for table in sorted(tables, key=lambda table: table.mean_chunks):
         by_kind.setdefault(table.kind, []).append(table)
-    return tuple(
-        next((t for t in found if round(t.mean_chunks) >= num_chunks), found[-1])
-        for found in by_kind.values()
-    )
+    speaking: list[Table] = []
+    for found in by_kind.values():
+        for table in found:
+            speaking.append(table)
+            if table.num_chunks >= num_chunks and table.longest_covered >= num_tokens:
+                break
+    return tuple(speaking)
 
 
 def worst_cells(tables: Iterable[Table]) -> list[Cell]:

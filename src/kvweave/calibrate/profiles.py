@@ -31,7 +31,8 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, variant_name
 from kvweave.fuse.strategy import ModelFacts
 
-FORMAT = 6
+FORMAT = 7
+NO_LEADS = 6  # its cells take the lead of close calls from their table: read as it is
 ONE_KIND = 5  # its tables do not say what kind of questions they hold: the user's own
 # The table that came with kvweave when profiles had that format: one kind of questions, which let
 # through what others do not bear. A user's profile may hold a copy of it.
@@ -62,12 +63,12 @@ class Profile:
     def tables(self, revision: str, context: str, preamble: str) -> tuple[Table, ...]:
         """What was measured with this very decoder and encoding context (`contexts.variant_name`),
         a table for each subject (`Table.subject`): behind this preamble (`contexts.digest_ids`),
-        and for kinds that were not measured there, behind another one."""
+        and for those that were not measured there, behind another one."""
         fits = [t for t in self.calibration if (t.revision, t.context) == (revision, context)]
         here = [table for table in fits if table.preamble == preamble]
-        kinds = {table.kind for table in here}
+        subjects = {table.subject for table in here}
         # what others asked elsewhere speaks beside what was asked here, the user's own only alone
-        others = [t for t in fits if t.kind not in kinds and (t.kind != OWN or not here)]
+        others = [t for t in fits if t.subject not in subjects and (t.kind != OWN or not here)]
         elsewhere = {table.subject: table for table in others}
         return (*here, *elsewhere.values())
 
@@ -191,7 +192,7 @@ def _parse(name: str, text: str, weights: str, tokenizer: str) -> Profile:
     elif version == ONE_KIND:
         kept = [t for t in found.get("calibration", ()) if t.get("data_hash") not in REPLACED]
         found["calibration"] = kept
-    elif version != FORMAT:
+    elif version not in (NO_LEADS, FORMAT):
         raise ConfigError(f"{name} has format {version}, this kvweave reads {FORMAT}; {again}")
     try:
         layers = found["layers"]

@@ -238,7 +238,8 @@ def show_server_kb(found: Reply, as_json: bool) -> None:
     click.echo(
         f"{found['documents']:,} documents, {found['chunks']:,} chunks, {found['tokens']:,} tokens"
     )
-    fronts = f", front copies of {kv['chunks_in_front']:,}" if kv["chunks_in_front"] else ""
+    in_front = kv.get("chunks_in_front", 0)  # an older server does not say
+    fronts = f", front copies of {in_front:,}" if in_front else ""
     click.echo(f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks: {kv['state']}{fronts}")
     if found["problem"] is not None:
         click.echo(f"it cannot be used: {found['problem']}", err=True)

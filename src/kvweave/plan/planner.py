@@ -167,9 +167,8 @@ class Planner:
         verdict = self.gate.may_reorder(request.quality_bound, shape)
         if verdict.ratio is not None:
             return OrderPermission.FREE, None
-        over = (Reason.BOUND_NOT_MET, Reason.HALF_BOUND_NOT_MET)
-        why = Reason.ORDER_MATTERS if verdict.reason in over else verdict.reason
-        return OrderPermission.AS_FOUND, why
+        is_over = verdict.reason is Reason.BOUND_NOT_MET
+        return OrderPermission.AS_FOUND, Reason.ORDER_MATTERS if is_over else verdict.reason
 
     def _costs(self, now_s: float, busy: bool) -> CostModel:
         costs = self.costs

@@ -1,12 +1,14 @@
 """Tighter where audits find a breach, looser where they find room, and no swinging between."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
 from kvweave.app.audit.audit_log import AuditLog, AuditSubject
 from kvweave.app.audit.audited_gate import AuditedGate
 from kvweave.app.auto.facts import CalibratedGate
+from kvweave.calibrate.gate import CLOSE_CALLS
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.plan import Reason
 
@@ -120,6 +122,16 @@ def test_a_pessimistic_table_is_undercut_by_one_ratio(found: AuditLog) -> None:
     assert verdict == Verdict(0.15, passed=((0.3, Reason.AUDIT_ROOM),))
     audit(found, 0.15, 0.001)
     assert ratio(gate) == 0.15, "and by no more than one"
+
+
+def test_with_fewer_rows_than_calibrated_close_calls_are_taken_wider(found: AuditLog) -> None:
+    calibrated = Verdict(0.3, close=0.05, close_call=0.2)
+    fixed = SimpleNamespace(min_ratio=lambda *_: calibrated)
+    gate = AuditedGate(fixed, {"weave": [0.15, 0.3, 0.5]}, found)  # type: ignore[arg-type]
+    assert gate.min_ratio("weave", BOUND, SHAPE) == calibrated
+    audit(found, 0.3, 0.001, times=40)
+    below = gate.min_ratio("weave", BOUND, SHAPE)
+    assert (below.ratio, below.close_call) == (0.15, CLOSE_CALLS[-1])
 
 
 def test_half_the_bound_is_no_room_and_a_bad_try_is_not_repeated(found: AuditLog) -> None:

@@ -4,20 +4,25 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvweave import Weave
+from kvweave.app.library.front_kv import MOST_LOST, FrontKV
+from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling
 from kvweave.kv.config import DiskTierConfig, HostTierConfig
-from kvweave.kv.residency import Residency
+from kvweave.kv.residency import Peek, Residency
+from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Chunk
+from kvweave.types import Chunk, ChunkId
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_of
@@ -203,3 +208,146 @@ def test_isolated_kv_needs_none(tmp_path: Path, model: Model) -> None:
         assert weave.library.maker.wait(60)
         assert num_in_front(weave) == 0
         assert weave.library.store.metrics.value("kv_chunks_encoded_total") == len(TEXTS)
+
+
+def test_one_that_is_half_made_when_answers_come_holds_nothing_up(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        library, answers = weave.library, weave.runtime.client.answers
+        ended, is_busy, begun = threading.Event(), threading.Event(), threading.Event()
+
+        def busy() -> None:
+            with answers.one():
+                is_busy.set()
+                ended.wait(60)
+
+        beside = threading.Thread(target=busy)
+        encode = library.encoder.encode_isolated
+
+        def begin_then_be_busy(some: list[Chunk], *args: object) -> None:
+            if not begun.is_set():
+                begun.set()
+                beside.start()
+                assert is_busy.wait(5)
+            encode(some, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(library.encoder, "encode_isolated", begin_then_be_busy)
+        library.start()
+        try:
+            assert begun.wait(30)
+            weave.ingest(("Late", make_text(24, seed=9)))
+            assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS) + 1)  # type: ignore[index]
+        finally:
+            ended.set()
+            beside.join()
+
+
+def test_one_that_a_request_wanted_gives_way_too(tmp_path: Path, model: Model) -> None:
+    folder = tmp_path / "kb"
+    with opened(folder, model) as weave:
+        weave.ingest(*TEXTS[:3])
+        lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
+        size = max(map(weave.library.encoder.plain_bytes, lengths))
+    with opened(folder, model, disk_bytes=5 * size - size // 2) as weave:
+        library = weave.library
+        library.start()
+        assert library.maker.wait(60)
+        assert num_in_front(weave) == 0, "three more would not fit"
+        first = chunks_of(library)["Note 0"]
+        library.maker.want(WantedKV(library.encoder, first, None, True))
+        assert comes_true(lambda: num_in_front(weave) == 1)
+        weave.ingest(TEXTS[3])
+        assert comes_true(lambda: weave.kv_progress()[1] == 4)  # type: ignore[index]
+        assert num_in_front(weave) == 0
+
+
+def test_a_tier_that_others_share_gets_none(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DiskTier, "remote", True)
+    with opened(tmp_path / "kb", model) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert weave.library.store.metrics.value("kv_chunks_encoded_total") == len(TEXTS)
+        assert num_in_front(weave) == 0
+
+
+class OneTier:
+    """A store that keeps what it is told to."""
+
+    def __init__(self) -> None:
+        self.has: set[bytes] = set()
+
+    def peek(self, keys: list[bytes]) -> list[Peek]:
+        here, gone = Peek(Residency.HERE, "disk", 10), Peek(Residency.ABSENT, None, None)
+        return [here if key in self.has else gone for key in keys]
+
+    def delete(self, keys: list[bytes]) -> None:
+        self.has -= set(keys)
+
+
+class NamedKV:
+    """Names and sizes of chunk KV, and nothing else of an encoder."""
+
+    def __init__(self) -> None:
+        self.store = OneTier()
+        self.has_neighbours = True
+
+    def exact_key(self, ids: tuple[int, ...]) -> bytes:
+        return b"front" + bytes(ids)
+
+    def key(self, ids: tuple[int, ...]) -> bytes:
+        return b"behind" + bytes(ids) if self.has_neighbours else self.exact_key(ids)
+
+    def plain_bytes(self, _num_tokens: int) -> int:
+        return 10
+
+
+def fronts_of(num_chunks: int) -> tuple[Any, Any, list[Chunk]]:
+    """Of some chunks that have KV; their encoder, and they."""
+    encoder = NamedKV()
+    chunks = [Chunk(ChunkId(f"c{i}"), f"t{i}", "", (i,)) for i in range(num_chunks)]
+    known = {chunk.id: chunk for chunk in chunks}
+    catalogue = SimpleNamespace(chunks=lambda ids: {i: known[i] for i in ids if i in known})
+    fronts: Any = FrontKV(SimpleNamespace(catalogue=catalogue), encoder, lambda: None)  # type: ignore[arg-type]
+    fronts.add(chunks)
+    return fronts, encoder, chunks
+
+
+def test_the_most_asked_give_way_last_and_none_does_in_vain() -> None:
+    fronts, encoder, _ = fronts_of(3)
+    made = []
+    while (chunk := fronts.next({ChunkId("c1"): 9}.get, [ChunkId("c1")])) is not None:
+        encoder.store.has.add(encoder.exact_key(chunk.token_ids))
+        fronts.done(chunk)
+        made.append(chunk.id)
+    assert made[0] == "c1"
+    assert not fronts.give_way(1000)
+    assert fronts.num_done() == len(encoder.store.has) == 3
+    assert fronts.give_way(15)
+    assert encoder.store.has == {encoder.exact_key((1,))}
+
+
+def test_kv_that_became_isolated_is_no_front_copy() -> None:
+    """Its last neighbour went: the copy is all the KV it has."""
+    fronts, encoder, chunks = fronts_of(1)
+    encoder.store.has.add(encoder.exact_key((0,)))
+    fronts.add(chunks)
+    assert fronts.num_done() == 1
+    encoder.has_neighbours = False
+    fronts.add(chunks)
+    assert fronts.num_done() == 0
+    assert not fronts.give_way(1)
+
+
+def test_where_no_tier_keeps_them_it_stops() -> None:
+    fronts, _, _ = fronts_of(8)
+    made = 0
+    while (chunk := fronts.next(lambda _: 0, [])) is not None:
+        fronts.done(chunk)
+        made += 1
+    assert made == MOST_LOST
+    assert fronts.nothing_left()

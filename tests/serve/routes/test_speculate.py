@@ -73,7 +73,7 @@ def test_a_server_with_default_settings_learns_to_guess_and_answers_the_same(
 ) -> None:
     first = ask(url)
     assert first["explain"]["speculation"] is None, "nobody knows how long anything takes"
-    assert first["explain"]["not_guessed"] == "neither searches nor prefills were timed yet"
+    assert first["explain"]["not_guessed"] == "no prompt was timed yet"
     told = [ask(url) for _ in range(3)]
     said = [each["explain"]["speculation"] for each in told]
     assert said[-1]["stages"] == 8

@@ -157,7 +157,7 @@ class Speculation:
             return f"a search by {asked.search.retrieval} has no stages"
         search_s = self._paces.search.search_s
         if self._boundary_s is None or search_s is None:
-            return "neither searches nor prefills were timed yet"
+            return "no prompt was timed yet"
         return f"a search takes {search_s * 1e3:.1f} ms, too short to compute anything beside it"
 
     @property

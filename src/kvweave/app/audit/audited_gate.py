@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvweave.app.audit.audit_log import ENOUGH, AuditLog
-from kvweave.calibrate.gate import MAX_FLIPS, Table
+from kvweave.calibrate.gate import CLOSE_CALLS, MAX_FLIPS, Table
 from kvweave.plan.inputs import Gate, PromptShape, Verdict
 from kvweave.plan.plan import Reason
 
@@ -64,8 +64,11 @@ class AuditedGate:
         if ratio is None or ratio not in ladder:
             return calibrated
         verdict = self._judge(strategy, bound, list(ladder), ratio)
+        lead = calibrated.close_call
+        if lead and verdict.ratio is not None and verdict.ratio < ratio:
+            lead = max(lead, CLOSE_CALLS[-1])  # fewer rows want a wider one
         # of a ratio nearby: much the same
-        verdict = verdict._replace(close=calibrated.close, close_call=calibrated.close_call)
+        verdict = verdict._replace(close=calibrated.close, close_call=lead)
         if self._found.move(strategy, bound, ratio, verdict.ratio):
             self._tell(strategy, bound, ratio, verdict.ratio)
         return verdict

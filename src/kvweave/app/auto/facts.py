@@ -108,16 +108,19 @@ def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
     return anchors + 2 * needs.extras.count(INTER)
 
 
+_ShapeClass = tuple[bool, int, int]  # shapes that the same tables decide
+
+
 class CalibratedGate:
     """Lets a strategy through at the smallest ratio that every kind of questions bears: each kind
     was measured, and the worst decides.
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). A kind that
-    was measured at several numbers of chunks speaks by the smallest that covers the prompt
-    (`gate.of_size`), behind a history by all of them. What was measured behind another system
-    prompt, or without a history where there is one, is held to half the bound. Long prompts, longer
-    than all that were measured, do not pass. Tables of few questions count with wider intervals,
-    and those of very few not at all. Pure: any thread.
+    was measured at several numbers of chunks speaks by the smallest that covers the prompt and
+    those below it (`gate.of_size`), behind a history by all of them. What was measured behind
+    another system prompt, or without a history where there is one, is held to half the bound. Long
+    prompts, longer than all that were measured, do not pass. Tables of few questions count with
+    wider intervals, and those of very few not at all. Pure: any thread.
     """
 
     def __init__(self, tables: Sequence[Table], preamble: str) -> None:
@@ -129,18 +132,26 @@ class CalibratedGate:
         # own questions rarely have a history: those that come with the model speak for it then
         self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
         self._cells = {id(table): table.widened() for table in usable}
-        self._sizes = sorted({table.subject[1] for table in usable})
-        self._deciding: dict[tuple[bool, int], tuple[Table, ...]] = {}
-        self._verdicts: dict[tuple[str, float, bool, int, bool], Verdict] = {}
+        self._sizes = sorted({table.num_chunks for table in usable})
+        self._lengths = sorted({table.longest_covered for table in usable})
+        # by history, size and length: those that decide, and the longest prompt they speak for
+        self._deciding: dict[_ShapeClass, tuple[tuple[Table, ...], float]] = {}
+        self._verdicts: dict[tuple[str, float, _ShapeClass, bool], Verdict] = {}
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         """Remembers what it found: it is asked for every strategy of every request."""
-        size = 0 if shape.has_history else bisect_left(self._sizes, shape.num_chunks)
-        tables = self._deciding.get((shape.has_history, size))
-        if tables is None:
-            tables = self._deciding[shape.has_history, size] = self._find_deciding(shape)
-        is_beyond = shape.num_tokens > _longest_allowed(tables)
-        key = (strategy, bound, shape.has_history, size, is_beyond)
+        size, length = 0, 0
+        if not shape.has_history:
+            size = bisect_left(self._sizes, shape.num_chunks)
+            length = bisect_left(self._lengths, shape.num_tokens)
+        alike = shape.has_history, size, length
+        found = self._deciding.get(alike)
+        if found is None:
+            tables = self._find_deciding(shape)
+            found = self._deciding[alike] = tables, _longest_allowed(tables)
+        tables, longest = found
+        is_beyond = shape.num_tokens > longest
+        key = (strategy, bound, alike, is_beyond)
         verdict = self._verdicts.get(key)
         if verdict is None:
             if len(self._verdicts) >= MOST_VERDICTS:  # bounds come from requests
@@ -189,7 +200,7 @@ class CalibratedGate:
     def _find_deciding(self, shape: PromptShape) -> tuple[Table, ...]:
         if not shape.has_history:
             alone = [t for t in self._tables if not t.has_history]
-            return of_size(alone or self._tables, shape.num_chunks)
+            return of_size(alone or self._tables, shape.num_chunks, shape.num_tokens)
         both = {id(table): table for table in (*self._tables, *self._with_history)}
         return tuple(both.values())
 

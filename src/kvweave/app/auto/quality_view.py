@@ -29,7 +29,7 @@ class QualityPoint(NamedTuple):
 
 
 class QualityCurve(NamedTuple):
-    """One strategy, by one kind of questions."""
+    """One strategy, by one kind of questions at one number of chunks."""
 
     strategy: str
     kind: str
@@ -102,13 +102,19 @@ def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMov
     return GateLine(strategy, moved[-1].ratio, f"{Reason.AUDITED} at {verdict.ratio:g}")
 
 
+def _subject(table: Table) -> str:
+    """What a table speaks of, for people."""
+    kind, num_chunks = table.subject
+    return f"{kind}, {num_chunks} chunks" if num_chunks else kind
+
+
 def _curves(table: Table) -> Sequence[QualityCurve]:
     points: dict[str, list[QualityPoint]] = {}
     for cell in table.widened() or table.cells:
         point = QualityPoint(cell.ratio, cell.kl, cell.kl_high, cell.flips, cell.work)
         points.setdefault(cell.strategy, []).append(point)
     return [
-        QualityCurve(strategy, table.kind, table.num_questions, tuple(sorted(found)))
+        QualityCurve(strategy, _subject(table), table.num_questions, tuple(sorted(found)))
         for strategy, found in sorted(points.items())
         if strategy != ORDER_CELL
     ]

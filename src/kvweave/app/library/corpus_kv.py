@@ -40,6 +40,7 @@ class CorpusKV:
         self._kv = kv
         self._most_bytes = options.most_bytes
         self._bound = options.bound
+        self._num_chunks = options.num_chunks
         self.fronts = FrontKV(kb, kv.encoder, self._front_room)
         self._is_unused = False  # what would be made
         self._lock = threading.Lock()  # guards the rest
@@ -100,7 +101,9 @@ class CorpusKV:
         have left of chunks that went meanwhile."""
         try:
             self._sweep()
-            why = None if self._bound is None else self._kv.why_unused(self._bound)
+            why = None
+            if self._bound is not None:
+                why = self._kv.why_unused(self._bound, self._num_chunks)
             if why is not None:
                 log.info("%s: no chunk KV is made in the background: %s", self._kb.folder, why)
                 with self._lock:
@@ -190,6 +193,7 @@ class CorpusKV:
     def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
         """The chunk whose KV should be made next, None if there is none or no room for it.
         `num_asked`: how many questions found each of the chunks `asked`."""
+        may_give_way = True
         while True:
             with self._lock:
                 wanted = [c for c in asked if c in self._missing and c not in self._left]
@@ -201,7 +205,8 @@ class CorpusKV:
                     return None
                 num_tokens = self._missing[chunk_id]
             missing_bytes = self._missing_bytes(num_tokens)
-            if missing_bytes > 0 and self.fronts.give_way(missing_bytes):
+            if missing_bytes > 0 and may_give_way and self.fronts.give_way(missing_bytes):
+                may_give_way = False
                 continue
             with self._lock:
                 self._is_full = missing_bytes > 0
@@ -231,7 +236,10 @@ class CorpusKV:
 
     def _front_room(self) -> int | None:
         """What front copies may still take: as much room as the chunks' own KV takes is left for
-        more of that."""
+        more of that. None in a tier that others share: theirs would be made, and give way, by
+        everybody."""
+        if any(slot.tier.remote for slot in self._kv.store.inventory.slots):
+            return 0
         with self._lock:
             kept_free = sum(self._sizes.values())
         rooms = [self._kv.store.room_bytes(), self._own_room()]

@@ -7,7 +7,8 @@ is not there yet costs no answer its exactness: the chunk is computed with the p
 (`promotion.py` stores it then).
 
 They are a second copy of everything, so they leave as much room as the first ones take, and when a
-knowledge base has grown into that room they give way, oldest first.
+knowledge base has grown into that room they give way, the last made first: those are asked for
+least. A tier that others share gets none.
 """
 
 import threading
@@ -19,6 +20,8 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
+
+MOST_LOST = 3  # copies in a row that no tier kept: then no more are made until documents change
 
 
 class FrontCopy(NamedTuple):
@@ -40,6 +43,7 @@ class FrontKV:
         self._copies: dict[ChunkId, FrontCopy] = {}  # that are there
         self._missing: dict[ChunkId, int] = {}  # tokens of chunks without one, oldest first
         self._is_full = False
+        self._num_lost = 0  # in a row
 
     # ---- any thread
 
@@ -55,7 +59,7 @@ class FrontKV:
     def nothing_left(self) -> bool:
         """Whether no copy is to be made now, by the last look."""
         with self._lock:
-            return self._is_full or not self._missing
+            return self._is_full or not self._missing or self._num_lost >= MOST_LOST
 
     # ---- the maker's thread
 
@@ -63,11 +67,16 @@ class FrontKV:
         """These have KV behind their encoding context: which of them lack a front copy? Where that
         KV is isolated itself there is none to be made."""
         encoder = self._encoder
-        named = [(chunk, encoder.exact_key(chunk.token_ids)) for chunk in chunks]
-        named = [(chunk, key) for chunk, key in named if key != encoder.key(chunk.token_ids)]
+        named = []
+        for chunk in chunks:
+            key = encoder.exact_key(chunk.token_ids)
+            if key == encoder.key(chunk.token_ids):
+                self.forget(chunk.id)  # it may have had neighbours before
+            else:
+                named.append((chunk, key))
         peeks = encoder.store.peek([key for _, key in named])
         with self._lock:
-            self._is_full = False
+            self._is_full, self._num_lost = False, 0
             for (chunk, key), peek in zip(named, peeks, strict=True):
                 if peek.residency is Residency.ABSENT:
                     self._missing[chunk.id] = len(chunk.token_ids)
@@ -79,6 +88,8 @@ class FrontKV:
         `num_asked`: how many questions found each of the chunks `asked`."""
         while True:
             with self._lock:
+                if self._num_lost >= MOST_LOST:
+                    return None
                 wanted = [c for c in asked if c in self._missing]
                 newest = next(reversed(self._missing), None)
                 chunk_id = max(wanted, key=num_asked, default=newest)
@@ -97,25 +108,29 @@ class FrontKV:
             self.forget(chunk_id)  # it went since the last look
 
     def done(self, chunk: Chunk) -> None:
-        """A copy was made, or could not be: then it is left until documents change, for the chunk
-        is served without."""
+        """A copy was made, or could not be: then it is left until the knowledge base is opened
+        again, for the chunk is served without."""
         self.forget(chunk.id)
         key = self._encoder.exact_key(chunk.token_ids)
         (peek,) = self._encoder.store.peek([key])
-        if peek.residency is not Residency.ABSENT:
-            with self._lock:
+        is_kept = peek.residency is not Residency.ABSENT
+        with self._lock:
+            self._num_lost = 0 if is_kept else self._num_lost + 1
+            if is_kept:
                 self._note(chunk, key, peek.size_bytes)
 
     def give_way(self, num_bytes: int) -> bool:
-        """Delete copies, oldest first, until so many bytes are free. False: there are none."""
+        """Delete copies until so many bytes are free. False: all of them would not do."""
         freed, keys = 0, []
         with self._lock:
-            while self._copies and freed < num_bytes:
-                copy = self._copies.pop(next(iter(self._copies)))
+            if sum(copy.size_bytes for copy in self._copies.values()) < num_bytes:
+                return False
+            while freed < num_bytes:
+                _, copy = self._copies.popitem()
                 freed += copy.size_bytes
                 keys.append(copy.key)
         self._encoder.store.delete(keys)
-        return bool(keys)
+        return True
 
     def forget(self, chunk_id: ChunkId) -> None:
         """A chunk is no more, or its copy is not to be made."""

@@ -3,7 +3,7 @@ documents, wants stored.
 
     1  what requests brought again, and what stood in front for the first time   (`promotion.py`)
     2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
-    3  front copies of those that have KV, most asked for first, while it is quiet  (`front_kv.py`)
+    3  front copies of the others, most asked for first, begun when it is quiet   (`front_kv.py`)
 
 One chunk at a time, a few layers at a time, when the engine may be had (`app/background.py`): an
 answer that comes meanwhile waits for a slice, never for a chunk.
@@ -211,6 +211,8 @@ class KVMaker:
             encoder.store.flush()  # a deletion from now on finds it where it lies
         if self._was_deleted(chunk, as_of):  # meanwhile, before there was anything to delete
             _delete(encoder, chunk)
+        elif self._corpus is not None and encoder is self._corpus.encoder and wanted.in_front:
+            self._corpus.fronts.add([chunk])  # so that it gives way like the others
 
     def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
         return as_of is not None and self._is_gone(chunk.id, as_of)
@@ -261,21 +263,24 @@ class KVMaker:
         with self._changed:
             self._is_making = True
         try:
-            with self._pace.turn(self._closing, idle_only=True) as turn:
+            # begun when it is quiet, gone on with in small shares beside answers: what has its turn
+            # behind this one must not wait until it is quiet again
+            with self._pace.turn(self._closing) as turn:
                 corpus.encoder.encode_isolated([chunk], turn)
-            corpus.flush()
-            if corpus.was_deleted(chunk):
-                corpus.forget(chunk)
         except (GaveUp, EngineClosed):
             raise
         except Exception as error:  # as above
             log.exception("the front copy of chunk %s is not stored", chunk.id)
             _count_failure(corpus.encoder, error)
         finally:
-            corpus.fronts.done(chunk)
             with self._changed:
                 self._is_making = False
                 self._changed.notify_all()
+        corpus.flush()  # see the module: written first, then looked for
+        if corpus.was_deleted(chunk):
+            corpus.forget(chunk)
+        else:
+            corpus.fronts.done(chunk)
         return True
 
     def _settle(self, corpus: CorpusKV, chunk: Chunk, *, is_made: bool = True) -> None:

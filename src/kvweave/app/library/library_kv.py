@@ -58,10 +58,10 @@ log = logging.getLogger(__name__)
 CODEC = "int8"
 
 
-WhyUnused = Callable[[float], str | None]
+WhyUnused = Callable[[float, int], str | None]  # of nats, and chunks of a prompt
 
 
-def _is_used(_bound: float) -> None:
+def _is_used(_bound: float, _num_chunks: int) -> None:
     return None
 
 
@@ -73,6 +73,7 @@ class BackgroundKV:
     share: float = BUSY_SHARE  # of the time, while answers are made; of all over one engine
     # nats: made only where calibration lets something be fused within them; None: in any case
     bound: float | None = None
+    num_chunks: int = USUAL_CHUNKS  # that a question finds
 
     @classmethod
     def of(cls, config: WeaveConfig) -> "BackgroundKV | None":
@@ -82,7 +83,7 @@ class BackgroundKV:
             return None
         is_named = quality.reuse is not None and not quality.reuse.startswith("auto")
         bound = None if library.background_kv == "always" or is_named else quality.bound
-        return cls(library.background_bytes, library.background_share, bound)
+        return cls(library.background_bytes, library.background_share, bound, library.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +261,16 @@ def key_context(
 
 
 def _why_unused(
-    encoder: ChunkEncoder, decoder: Decoder, tokenizer: Tokenizer, bound: float
+    encoder: ChunkEncoder, decoder: Decoder, tokenizer: Tokenizer, bound: float, num_chunks: int
 ) -> str | None:
-    """Why no answer would be fused from what `encoder` makes; None: some would be, at least from a
-    few chunks and where nothing was said before. Raises ConfigError for a profile that cannot be
-    read."""
+    """Why no answer would be fused from so many chunks that `encoder` makes; None: some would be,
+    at least where nothing was said before. Raises ConfigError for a profile that cannot be read."""
     profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
     preamble = digest_ids(encoder.preamble_ids)
     tables: tuple[Table, ...] = ()
     if profile is not None:
         tables = profile.tables(decoder.calibrated_as.revision, encoder.encoding_context, preamble)
-    alone = of_size([table for table in deciding(tables) if not table.has_history], USUAL_CHUNKS)
+    alone = of_size([table for table in deciding(tables) if not table.has_history], num_chunks)
     if not alone:
         return "the model is not calibrated, so nothing would be fused"
     is_here = all(table.preamble == preamble for table in alone)
