@@ -218,7 +218,7 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
     assert [play(2), play(2), play(8), play(8)] == [False, True, False, True]
     assert [play(4) for _ in range(8)] == [False] * 7 + [True]
     assert (tries, recorded.sizes) == (3, [2, 4, 8])
-    assert count_refusals([recorded.refusals]) == {
+    assert count_refusals(recorded.refusals) == {
         "recordings_failed": 0,
         "recordings_without_memory": 2,
     }
