@@ -44,7 +44,7 @@ class PassTables:
 
     def __init__(self, decoder: FusionDecoder, request: FuseRequest) -> None:
         device = decoder.device
-        ids = request.ids
+        ids = request.ids.copy()  # torch wants to be able to write there
         self.ids = on_device(torch.from_numpy(ids), device)  # [T]
         self.angles = decoder.angles(torch.arange(len(ids), device=device))  # [T, 1, r/2]
         reused = [span for span in request.spans if span.state is State.REUSED]

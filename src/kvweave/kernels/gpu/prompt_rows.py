@@ -38,7 +38,7 @@ def prompt_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     if dtype == torch.float32:
         return Launch(max(32, least), 32, 4, 1, 1)
     if wide <= 128:
-        return Launch(max(64, least), 64, 4, 3, 2)
+        return Launch(max(64, least), 64, 4, 2, 2)
     return Launch(max(64, least), 32, 4, 2, 1)
 
 
