@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.fuse.pass_tables import PassTables, rows_of_chunks
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
-from kvweave.fuse.stitched import positions_of
 from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.host import together_on_device
 from kvweave.kernels.place import mean_changes
@@ -69,7 +69,8 @@ class _DriftTables:
     ) -> None:
         """`positions` [R] are those of all running rows, on the host."""
         weights = strength / (moved.bounds.diff() + DOUBT)
-        rows = torch.searchsorted(positions, moved.chosen)  # of the chosen among the running ones
+        # of the chosen among the running ones
+        rows = torch.from_numpy(np.searchsorted(positions.numpy(), moved.chosen.numpy()))
         parts = (moved.chosen, rows, moved.bounds.int(), weights)
         self.at, self.rows, bounds, weights = together_on_device(parts, decoder.device)
         self.turn = decoder.angles(self.at) if ahead is None else ahead.angles_at(self.at)
@@ -205,14 +206,16 @@ def _among_placed(
 def _moved(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
-    edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
-    found = torch.searchsorted(chosen, edges.view(-1, 2))
-    some = found[:, 0] < found[:, 1]
-    spans = [span for span, has in zip(reused, some.tolist(), strict=True) if has]
-    runs = [range(start, end) for start, end in found[some].tolist()]
-    if sum(map(len, runs)) < len(chosen):  # rows of others among them
-        chosen = chosen[positions_of(runs)]
-    return _MovedChunks(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
+    at = chosen.numpy()  # a device waits for this, and numpy is faster with so little
+    edges = np.array([(span.start, span.end) for span in reused], np.int64).reshape(-1, 2)
+    found = np.searchsorted(at, edges)
+    counts = found[:, 1] - found[:, 0]
+    spans = [span for span, has in zip(reused, counts.tolist(), strict=True) if has]
+    if int(counts.sum()) < len(at):  # rows of others among them
+        nth = np.concatenate([np.arange(first, last) for first, last in found.tolist()])
+        at = at[nth.astype(np.int64)]
+    bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return _MovedChunks(spans, torch.from_numpy(at), torch.from_numpy(bounds))
 
 
 def all_at_once(

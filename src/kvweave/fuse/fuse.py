@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,10 +140,10 @@ def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
     """Some hits and what is always computed, ascending as both are."""
-    rows = torch.cat([hits, must_compute])
-    if len(hits) and must_compute[0] < hits[-1]:  # missing chunks between them
-        rows = rows.sort().values
-    return rows
+    rows = np.concatenate([hits.numpy(), must_compute.numpy()])
+    if len(hits) and rows[len(hits)] < rows[len(hits) - 1]:  # missing chunks between them
+        rows.sort()
+    return torch.from_numpy(rows)
 
 
 def _choose(

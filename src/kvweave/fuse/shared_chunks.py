@@ -171,6 +171,11 @@ class SharedChunks:
     def placer(self) -> "SharedChunks":
         return self
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether all chunks lie in their pages: laying them waits for nothing."""
+        return self._source is None
+
     def begin(self) -> None:
         if self._source is not None and self._source.placer is not None:
             self._source.placer.begin()

@@ -100,10 +100,14 @@ class Stitched:
         self._is_preamble_laid = True
 
     def make_tables(self) -> None:
-        """Make what a pass needs whichever rows it computes: to be called while a device is busy
-        with their choice. Without a device there is nothing to gain."""
-        if self.tables is None and self.decoder.device.type != "cpu":
-            self.tables = PassTables(self.decoder, self.request)
+        """Make what a pass needs whichever rows it computes, and lay its first layer if nothing is
+        to be waited for: to be called while a device is busy with their choice. Without a device
+        there is nothing to gain."""
+        if self.tables is not None or self.decoder.device.type == "cpu":
+            return
+        self.tables = PassTables(self.decoder, self.request)
+        if self._shared is not None and self._shared.is_filled:
+            self.lay(0)
 
     def begin_rows(self, rows: Tensor) -> Tensor:
         """The pass begins: it computes the rows at these positions [R], on the host. They are

@@ -1,7 +1,9 @@
 """Small tables on their way to a device, without waiting for it."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +31,13 @@ def together_on_device(parts: Sequence[Tensor], device: torch.device) -> list[Te
     if device.type != "cuda":
         return [part.to(device) for part in parts]
     sizes = [-(-part.nbytes // (4 * ALIGNED)) * ALIGNED for part in parts]
-    table = torch.zeros(sum(sizes), dtype=torch.int32)
-    for part, room in zip(parts, torch.split(table, sizes), strict=True):
-        room[: part.nbytes // 4] = part.contiguous().view(-1).view(torch.int32)
-    sent = torch.split(on_device(table, device), sizes)
+    starts = [0, *accumulate(sizes)]
+    table = np.empty(starts[-1], dtype=np.int32)
+    for part, start in zip(parts, starts, strict=False):
+        words = part.contiguous().numpy().reshape(-1).view(np.int32)
+        table[start : start + len(words)] = words
+    sent = on_device(torch.from_numpy(table), device)
     return [
-        room[: part.nbytes // 4].view(part.dtype).view(part.shape)
-        for part, room in zip(parts, sent, strict=True)
+        sent[start : start + part.nbytes // 4].view(part.dtype).view(part.shape)
+        for part, start in zip(parts, starts, strict=False)
     ]

@@ -71,8 +71,6 @@ class _LaunchCache(threading.local):
     def __init__(self) -> None:
         self.plans = PlanCache()
         self.pages: tuple[list[list[int]], int, Tensor] | None = None
-        # start, end and keys of each segment; positions; what is seen from there
-        self.limits: tuple[list[tuple[int, int, int]], NDArray[np.int64], Limits] | None = None
 
 
 _cache = _LaunchCache()
@@ -90,29 +88,15 @@ def attend_segments(
     if len(own) == 1 and _is_causal(q, positions, own[0]):
         attended = _causal(q, own[0], scale)
         return attended if out is None else out.copy_(attended)
-    kv = LaunchKV([(s.keys, s.values) for s in own])
-    bounds = tuple((s.start, s.end) for s in own)
-    return attend(q, _limits(positions.numpy(), own, len(q)), bounds, kv, scale, out)
-
-
-def _limits(at: NDArray[np.int64], own: Sequence[Segment], num_rows: int) -> Limits:
-    """How many keys of its sequence each row sees. Kept: the next layer asks for the same ones, and
-    finds its plan by that object."""
-    known = _cache.limits
-    sizes = [(s.start, s.end, len(s.keys)) for s in own]
-    is_plain = all(s.key_positions is None for s in own)
-    if is_plain and known is not None and known[0] == sizes and np.array_equal(known[1], at):
-        return known[2]
-    limits = np.empty(num_rows, dtype=np.int32)
+    at = positions.numpy()
+    limits = np.empty(len(q), dtype=np.int32)
     for s in own:
         seen = at[s.start : s.end] + 1
         if s.key_positions is not None:  # compact keys: count those at or before each row
             seen = np.searchsorted(s.key_positions.cpu().numpy(), at[s.start : s.end], "right")
         limits[s.start : s.end] = np.minimum(seen, len(s.keys))
-    assert int(limits.min(initial=1)) > 0, "a row sees no key at all"
-    limits.flags.writeable = False
-    _cache.limits = (sizes, at.copy(), limits) if is_plain else None
-    return limits
+    kv = LaunchKV([(s.keys, s.values) for s in own])
+    return attend(q, limits, tuple((s.start, s.end) for s in own), kv, scale, out)
 
 
 def attend_pages(
@@ -126,7 +110,6 @@ def attend_pages(
     """kernels/paged_attention.attend_paged on a GPU."""
     own = [s for s in segments if s.end > s.start]
     limits = (positions.numpy() + 1).astype(np.int32)
-    assert int(limits.min(initial=1)) > 0, "a row sees no key at all"
     page = key_pages.shape[1]
     for s in own:
         assert limits[s.end - 1] <= len(s.page_table) * page, "a row stands behind its pages"
@@ -189,6 +172,7 @@ def attend(
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if not len(q):
         return out
+    assert int(limits.min()) > 0, "a row sees no key at all"
     q = q if q.stride(-1) == 1 else q.contiguous()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kv_heads = kv.tensors[0][0].shape[-2]

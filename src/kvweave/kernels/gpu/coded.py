@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import CodedPages, RowMoves
 
@@ -153,23 +152,13 @@ def relocate_coded(
     """As kernels/coded.relocate_coded, in memory without gaps."""
     _, heads, head_dim = keys.shape
     num_rows, half, lift = moves.source.shape[0], turn.cos.shape[-1], coded.lift
-    _relocated(
-        (-(-num_rows // ROWS), heads, 1),
-        (
-            keys, values, coded.keys, coded.values, coded.scales,
-            coded.scales if lift is None else lift, out_keys, out_values, *moves, *turn,
-        ),
-        (num_rows,),
-        {
-            "HK": heads, "D": head_dim, "HALF": half, "PAGE": coded.keys.shape[1],
-            "LIFTED": lift is not None, "BLOCK_R": ROWS,
-            "BLOCK_C": triton.next_power_of_2(head_dim // 2),
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-        },
+    _relocate_coded[(-(-num_rows // ROWS), heads)](
+        keys, values, coded.keys, coded.values, coded.scales,
+        coded.scales if lift is None else lift, out_keys, out_values, *moves, *turn, num_rows,
+        HK=heads, D=head_dim, HALF=half, PAGE=coded.keys.shape[1], LIFTED=lift is not None,
+        BLOCK_R=ROWS, BLOCK_C=triton.next_power_of_2(head_dim // 2),
+        BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
-
-
-_relocated = Relaunched(_relocate_coded)
 
 
 def _bytes(coded: CodedPages) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
 from kvweave.kernels.gpu.row_plan import RowPlan
 from kvweave.kernels.gpu.tiles import LOG2_E
 
@@ -286,21 +285,11 @@ def launch(
         shape = [x.shape[0] if page else 1, rows, kv_heads * head_dim]
         strides = [x.stride(0) if page else rows * stride, stride, 1]
         descriptors.append(TensorDescriptor(x, shape, strides, [1, box, CHUNK], layout))
-    _attended(
-        (len(plan.items) * kv_heads, 1, 1),
-        (
-            *descriptors, q, out, *parts, plan.limits, plan.items,
-            plan.items if pages is None else pages,
-        ),
-        (
-            0 if pages is None else pages.stride(0), keys.shape[0] if page else 1, scale * LOG2_E,
-            *q.stride()[:2], *out.stride()[:2],
-        ),
-        {
-            "G": q.shape[1] // kv_heads, "HK": kv_heads, "D": head_dim, "BN": BLOCK_N, "BOX": box,
-            "PAGE": page, "CH": CHUNK, "STAGES": STAGES,
-        },
+    _attend[(len(plan.items) * kv_heads,)](
+        *descriptors, q, out, *parts, plan.limits, plan.items,
+        plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
+        keys.shape[0] if page else 1, scale * LOG2_E,
+        *q.stride()[:2], *out.stride()[:2],
+        G=q.shape[1] // kv_heads, HK=kv_heads, D=head_dim, BN=BLOCK_N, BOX=box, PAGE=page,
+        CH=CHUNK, STAGES=STAGES, num_warps=4,
     )  # fmt: skip
-
-
-_attended = Relaunched(_attend)

@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import Owners
 
@@ -70,20 +69,13 @@ def place_rows(
     if not num_rows:
         return out
     half, kv_heads = turn.cos.shape[-1], k.shape[1]
-    _placed(
-        (num_rows, 2, 1),
-        (q, k, v, turn.cos.contiguous(), turn.sin.contiguous(), rows, out, keys, values),
-        (
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2],
-            *values.stride()[:2],
-        ),
-        {
-            "HQ": num_heads, "HK": kv_heads, "D": head_dim, "HALF": half,
-            "BLOCK_HQ": triton.next_power_of_2(num_heads),
-            "BLOCK_HK": triton.next_power_of_2(kv_heads),
-            "BLOCK_HALF": triton.next_power_of_2(half),
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-        },
+    _place_rows[(num_rows, 2)](
+        q, k, v, turn.cos.contiguous(), turn.sin.contiguous(), rows, out, keys, values,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2],
+        *values.stride()[:2],
+        HQ=num_heads, HK=kv_heads, D=head_dim, HALF=half,
+        BLOCK_HQ=triton.next_power_of_2(num_heads), BLOCK_HK=triton.next_power_of_2(kv_heads),
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
     return out
 
@@ -158,22 +150,11 @@ def mean_change_rows(
     out = torch.empty(2, num, kv_heads, head_dim, dtype=torch.float32, device=k.device)
     if not num:
         return out
-    _changed(
-        (num, kv_heads, 1),
-        (
-            k, v, rows, turn.cos.contiguous(), turn.sin.contiguous(), at, owners.bounds,
-            owners.weights, keys, values, out,
-        ),
-        (
-            num, *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
-        ),
-        {
-            "HK": kv_heads, "D": head_dim, "HALF": half, "BLOCK_R": CHOSEN,
-            "BLOCK_HALF": triton.next_power_of_2(half),
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-        },
+    _mean_change_rows[(num, kv_heads)](
+        k, v, rows, turn.cos.contiguous(), turn.sin.contiguous(), at, owners.bounds, owners.weights,
+        keys, values, out, num,
+        *k.stride()[:2], *v.stride()[:2], *keys.stride()[:2], *values.stride()[:2],
+        HK=kv_heads, D=head_dim, HALF=half, BLOCK_R=CHOSEN,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
     return out
-
-
-_placed, _changed = Relaunched(_place_rows), Relaunched(_mean_change_rows)

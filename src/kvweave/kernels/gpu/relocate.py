@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import RowMoves
 
@@ -61,19 +60,9 @@ def relocate_rows(
     num_rows = source.shape[0]
     half = head_dim // 2 if turn is None else turn.cos.shape[-1]
     cos, sin = (source, source) if turn is None else (turn.cos, turn.sin)
-    _relocated(
-        (-(-num_rows // ROWS), heads, 1),
-        (
-            keys, values, out_keys, out_values, source, target, source if which is None else which,
-            cos, sin,
-        ),
-        (num_rows,),
-        {
-            "ROW": heads * head_dim, "D": head_dim, "HALF": half, "TURNS": turn is not None,
-            "BLOCK_R": ROWS, "BLOCK_HALF": triton.next_power_of_2(half),
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-        },
+    _relocate_rows[(-(-num_rows // ROWS), heads)](
+        keys, values, out_keys, out_values, source, target, source if which is None else which,
+        cos, sin, num_rows, ROW=heads * head_dim,
+        D=head_dim, HALF=half, TURNS=turn is not None, BLOCK_R=ROWS,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
-
-
-_relocated = Relaunched(_relocate_rows)

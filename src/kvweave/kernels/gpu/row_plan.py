@@ -120,16 +120,15 @@ class PlanCache:
         """The plan for rows that see `limits` keys; made if it is not among the recent ones."""
         key = (bounds, tiling, stream_of(device))
         known = self._kept.get(key)
-        if known is not None and (known[0] is limits or np.array_equal(known[0], limits)):
+        if known is not None and np.array_equal(known[0], limits):
             self._kept.move_to_end(key)
             return known[1]
         items, merges = pieces(limits, bounds, tiling)
-        parts = [torch.from_numpy(part) for part in (limits.copy(), items, merges)]
+        parts = [torch.from_numpy(part) for part in (limits, items, merges)]
         there = together_on_device(parts, device)
         cut = there[2] if len(merges) else None
         plan = RowPlan(there[0], there[1], cut, int(merges[:, 3].sum()))
-        # what cannot be written to is kept as it is, and found by which object it is
-        self._kept[key] = (limits.copy() if limits.flags.writeable else limits, plan)
+        self._kept[key] = (limits.copy(), plan)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return plan

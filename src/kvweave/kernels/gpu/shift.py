@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
 from kvweave.kernels.rope import Angles
 
 ROWS = 8  # per program
@@ -61,16 +60,9 @@ def shift_rows(
     half = turn.cos.shape[-1]
     assert by_k.is_contiguous(), "one vector behind the other"
     assert by_v.is_contiguous(), "one vector behind the other"
-    _shifted(
-        (triton.cdiv(len(row), ROWS), 1, 1),
-        (keys, values, by_k, by_v, chunk, row, turn.cos, turn.sin),
-        (len(row), *keys.stride()[:2], *values.stride()[:2]),
-        {
-            "HEADS": heads, "D": head_dim, "HALF": half, "BLOCK_R": ROWS,
-            "BLOCK_HALF": triton.next_power_of_2(half),
-            "BLOCK_D": triton.next_power_of_2(head_dim),
-        },
+    _shift_rows[(triton.cdiv(len(row), ROWS),)](
+        keys, values, by_k, by_v, chunk, row, turn.cos, turn.sin, len(row),
+        *keys.stride()[:2], *values.stride()[:2],
+        HEADS=heads, D=head_dim, HALF=half, BLOCK_R=ROWS,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
-
-
-_shifted = Relaunched(_shift_rows)

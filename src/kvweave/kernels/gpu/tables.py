@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvweave.kernels.gpu.relaunch import Relaunched
-
 HALF_BYTES = 4 << 20  # of page-locked memory; there are two halves, written in turn
 ALIGN = 256
 BLOCK = 1024
@@ -83,13 +81,9 @@ def fetch(x: Tensor, device: torch.device) -> Tensor:
     there = torch.empty(x.shape, dtype=x.dtype, device=device)
     word = next(t for t, size in _WORDS if x.nbytes % size == 0)
     num_words = x.nbytes // word.itemsize
-    grid = (triton.cdiv(num_words, BLOCK), 1, 1)
-    words = here.view(word), there.view(-1).view(word)
-    _fetched(grid, words, (num_words,), {"SIZE": BLOCK})
+    grid = (triton.cdiv(num_words, BLOCK),)
+    _fetch[grid](here.view(word), there.view(-1).view(word), num_words, SIZE=BLOCK)
     return there
-
-
-_fetched = Relaunched(_fetch)
 
 
 _WORDS = ((torch.int64, 8), (torch.int32, 4), (torch.uint8, 1))
