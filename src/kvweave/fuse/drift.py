@@ -76,10 +76,8 @@ class _DriftTables:
         self.turn = decoder.angles(self.at) if ahead is None else ahead.angles_at(self.at)
         self.owners = Owners(bounds, weights)
         self._among_placed = partial(_among_placed, placed, moved)
-        if decoder.device.type == "cpu":
-            self.move: _Move = run_by_run(decoder, moved.spans)
-        else:
-            self.move = all_at_once(decoder, moved.spans, ahead)
+        to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
+        self.move: _Move = to_move(decoder, moved.spans, ahead)
 
     @cached_property
     def stored(self) -> tuple[list[tuple[int, int]], Tensor]:
@@ -231,7 +229,9 @@ def all_at_once(
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan]) -> _Move:
+def run_by_run(
+    decoder: FusionDecoder, spans: list[ChunkSpan], _: PassTables | None = None
+) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]

@@ -16,11 +16,12 @@ from itertools import accumulate
 import numpy as np
 import torch
 import triton
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from kvweave.kernels.gpu.attention import Launch, cores
 from kvweave.kernels.gpu.prompt_kernels import attend_prompt
+from kvweave.kernels.gpu.prompt_plan import cut_chunks
 from kvweave.kernels.gpu.segment_kernels import merge_cells
 from kvweave.kernels.gpu.segment_tables import SegmentShape
 from kvweave.kernels.gpu.segments import PART_S, row_strides
@@ -116,36 +117,15 @@ class PromptTables:
             tables["rows"][:] = np.asarray(rows).reshape(-1)
         tables["own_keys"][: len(own_keys)] = own_keys
         tables["starts"][: len(chunks)] = [chunk.start for chunk in chunks]
-        parts, runs = self._cut(chunks, len(own))
+        parts, runs = cut_chunks(
+            chunks, len(own), self.shape.chunk_page, self.launch.block_n, self.num_parts
+        )
         tables["parts"][:] = parts.reshape(-1)
         tables["runs"][: runs.size] = runs.reshape(-1)
         tables["pages"][: len(own)] = own
         tables["pages"][len(own) :] = of_chunks
         self._all[: len(sent)].copy_(sent, non_blocking=self._all.is_cuda)
         return True
-
-    def _cut(
-        self, chunks: Sequence[SharedChunk], first_page: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tables `parts` and `runs`: a run is what one part has of one chunk."""
-        size, page = self.launch.block_n, self.shape.chunk_page
-        keys = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
-        pages = np.array([len(chunk.pages) for chunk in chunks], dtype=np.int64)
-        slot = (first_page + np.cumsum(pages) - pages) * page  # first of each chunk
-        blocks = -(-keys // size)
-        ends = np.cumsum(blocks)
-        num_blocks = int(ends[-1]) if len(ends) else 0
-        edges = num_blocks * np.arange(self.num_parts + 1) // self.num_parts
-        # runs begin where a chunk or a part does, and end where the next one begins
-        cuts = np.union1d(ends - blocks, edges[edges < num_blocks])
-        nth = np.searchsorted(ends, cuts, "right")
-        key0 = (cuts - (ends - blocks)[nth]) * size
-        key1 = np.minimum(
-            (np.append(cuts[1:], num_blocks) - (ends - blocks)[nth]) * size, keys[nth]
-        )
-        runs = np.stack([slot[nth] + key0, key1 - key0, nth, np.zeros_like(nth)], 1)
-        at = np.searchsorted(cuts, edges)
-        return np.stack([at[:-1], at[1:]], 1), runs
 
 
 def turned_back(tables: PromptTables, turn: Turn) -> Angles:
