@@ -7,6 +7,8 @@ it is or in 8 bits (`--pages int8`).
     capacity     requests that one pool holds at once: a copy each, and shared
     decode       a step over shared chunks (bench/gpu/shared_decode.py)
     ttft         through the engine, chunks on the device, against full prefill
+    planner      what the planner chooses against full prefill, over a mixed stream
+                 (bench/gpu/shared_planner.py)
     throughput   requests per second whose 95th percentile of the time to the first token stays
                  within 5 times full prefill's unloaded one: full, a copy each, shared
 
@@ -36,7 +38,7 @@ from gpu.shared_world import CHUNK_TOKENS, SharedWorld
 from kvweave.engine.engine import Engine
 from throughput.open_loop import highest_rate, probe
 
-PARTS = ("capacity", "decode", "ttft", "throughput")
+PARTS = ("capacity", "decode", "ttft", "planner", "throughput")
 RATIOS = (0.0, 0.15)
 BOUND = 5.0  # times full prefill's unloaded TTFT
 PATIENCE_S = 20.0  # for one prompt more to be computed
@@ -56,6 +58,7 @@ def main() -> None:
         "capacity": measure_capacity,
         "decode": measure_decode,
         "ttft": measure_ttft,
+        "planner": measure_planner,
         "throughput": measure_throughput,
     }
     for name, measure in parts.items():
@@ -87,6 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sizes", default="8k=32,32k=128", help="of ttft: name=chunks")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="in throughput")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=7, help="of planner: prompts of each kind")
     parser.add_argument("--answer", type=int, default=16, help="tokens, in throughput")
     parser.add_argument("--window", type=float, default=6.0, help="seconds of arrivals per rate")
     parser.add_argument("--probes", type=int, default=4, help="rates tried per mode")
@@ -212,6 +216,17 @@ def first_tokens(world: SharedWorld, engine: Engine, k: int, ratio: float | None
         assert ticket.timeline.first_token_s is not None, "it was answered"
         found.append((ticket.timeline.first_token_s - ticket.timeline.submitted_s) * 1e3)
     return round(statistics.median(found[4:]), 2)
+
+
+# ---- what the planner chooses
+
+
+def measure_planner(world: SharedWorld) -> dict[str, Any]:
+    from gpu.shared_planner import measure
+
+    with serving(world, shares=True) as engine:
+        found: dict[str, Any] = measure(world, engine, world.args.rounds, say)
+    return found
 
 
 # ---- requests per second

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -44,10 +45,10 @@ class SharedWorld:
         self.preamble = encode_prefix(self.decoder, self._ids(PREAMBLE))
         self.chunks = [self._ids(args.chunk_tokens) for _ in range(args.chunks)]
         self.question = self._ids(QUESTION)
-        context = KeyContext("bench", str(dtype), args.codec, "any", (), "any")
-        self._keys = [make_chunk_key(context, ids) for ids in self.chunks]
+        self._context = KeyContext("bench", str(dtype), args.codec, "any", (), "any")
+        self._keys = [make_chunk_key(self._context, ids) for ids in self.chunks]
         self.store = self._fill_store()
-        self._weave = self._strategy("weave")
+        self.weave = self._strategy("weave")
         self._reuse = open_strategy("reuse", ModelFacts(self.spec.num_layers))
 
     @property
@@ -92,22 +93,24 @@ class SharedWorld:
         return found
 
     def request(
-        self, places: Sequence[int], ratio: float | None, *, answer: int = 1
+        self, places: Sequence[int], ratio: float | None, *, answer: int = 1, absent: int = 0
     ) -> EngineRequest:
-        """Over these chunks: computed (None), or woven at `ratio`."""
+        """Over these chunks, and so many behind them that no store has: computed (None), or woven
+        at `ratio`."""
+        more = [self._ids(self.args.chunk_tokens) for _ in range(absent)]
+        named = [(f"{p:032x}", self.chunks[p], self._keys[p]) for p in places]
+        named += [(uuid4().hex, ids, make_chunk_key(self._context, ids)) for ids in more]
         fused = None
         if ratio is not None:
-            chunks = tuple(
-                PromptChunk(self.chunks[p], self._keys[p], self._keys[p]) for p in places
-            )
-            strategy = self._weave if ratio else self._reuse
+            chunks = tuple(PromptChunk(ids, key, key) for _, ids, key in named)
+            strategy = self.weave if ratio else self._reuse
             fused = FusedPart(self.store, self.preamble, chunks, strategy, ratio)
         return EngineRequest(
             self.question,
             Sampling(max_tokens=answer),
             frozenset(),  # random weights would end answers anywhere: all have the same length
             self.preamble.token_ids,
-            tuple(EngineChunk(ChunkId(f"{p:032x}"), self.chunks[p]) for p in places),
+            tuple(EngineChunk(ChunkId(name), ids) for name, ids, _ in named),
             use_tree=ratio is not None,
             fused=fused,
         )

@@ -26,8 +26,11 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import (
     RecordedDecode,
+    StepKind,
     StepResult,
     is_decode,
+    kind_of,
+    one_by_one,
     open_recorded,
     padded_rows,
 )
@@ -218,7 +221,7 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
     assert [play(2), play(2), play(8), play(8)] == [False, True, False, True]
     assert [play(4) for _ in range(8)] == [False] * 7 + [True]
     assert (tries, recorded.sizes) == (3, [2, 4, 8])
-    assert count_refusals([recorded.refusals]) == {
+    assert count_refusals(recorded.refusals) == {
         "recordings_failed": 0,
         "recordings_without_memory": 2,
     }
@@ -264,6 +267,51 @@ def test_steps_over_shared_chunks_are_recorded_beside_plain_ones(
         torch.testing.assert_close(played.logits, wanted)
     assert recorded.sizes == [4]
     assert recorded.num_played == 3
+
+
+def test_rows_of_one_prompt_over_whole_chunks_are_a_kind_of_their_own(decoder: Decoder) -> None:
+    pool = make_pool(decoder)
+    chunk = SharedChunk([0, 1], 6, 3)
+    gone = torch.tensor([False, True, False, False, False, False])
+    whole, holed = (
+        sharing(decoder, pool, 4, [each]) for each in (chunk, chunk._replace(replaced=gone))
+    )
+
+    def rows(of: Rows, count: int) -> list[Rows]:
+        return [replace(of, positions=[of.positions[0] + i]) for i in range(count)]
+
+    def kind(batch: Sequence[Rows], *, turns_whole: bool = True) -> StepKind:
+        return kind_of(batch, turns_whole=turns_whole)
+
+    assert kind(rows(whole, 3)) is StepKind.PROMPT
+    assert kind(rows(whole, 3), turns_whole=False) is StepKind.SHARED
+    assert kind(rows(whole, 1)) is StepKind.SHARED, "it decodes"
+    assert kind(rows(holed, 3)) is StepKind.SHARED
+    assert kind([*rows(whole, 2), sharing(decoder, pool, 6, [chunk])]) is StepKind.SHARED
+    assert kind([*rows(whole, 2), decoding(pool, [8], 2)]) is StepKind.SHARED
+    assert kind([decoding(pool, [8], 2), decoding(pool, [9], 2)]) is StepKind.OWN
+
+
+def test_a_question_over_whole_chunks_is_played_as_it_is_computed(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernels(monkeypatch)
+    torch.manual_seed(0)
+    pool = make_pool(decoder)
+    pool.keys.normal_()
+    pool.values.normal_()
+    one = sharing(decoder, pool, 4, [SharedChunk([0, 1], 6, 3), SharedChunk([2, 3], 6, 9)])
+    start = one.positions[0]
+    asked = Rows([5, 6, 7], range(start, start + 3), one.kv, [2])
+    singles = one_by_one([asked])
+    assert singles is not None
+    recorded = RecordedDecode(decoder, pool, 8)
+    assert recorded.play(singles) is None, "the first of its kind is computed plainly"
+    wanted = decoder.forward([asked])
+    played = recorded.play(singles)
+    assert played is not None
+    torch.testing.assert_close(played.logits[2:], wanted)
+    assert count_refusals(recorded.refusals)["recordings_failed"] == 0
 
 
 def test_more_chunks_than_a_recording_has_room_for_are_decoded_plainly(

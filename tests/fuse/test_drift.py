@@ -9,6 +9,7 @@ from torch import Tensor
 from kvweave.fuse import drift
 from kvweave.fuse.drift import DOUBT, Drift
 from kvweave.fuse.fused_pass import fused_pass
+from kvweave.fuse.pass_tables import PassTables
 from kvweave.fuse.request import State
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.codec import LayerKV
@@ -195,4 +196,26 @@ def test_all_chunks_at_once_move_as_run_by_run(
         passed = fused_pass(world.stitched(kv), rows, drift=mover)
         done.append(prefilled(world.decoder, passed.logits, kv))
     torch.testing.assert_close(done[0].logits, done[1].logits, atol=1e-4, rtol=1e-4)
+    assert_same_kv(*done)
+
+
+@pytest.mark.parametrize("all_chunks", [True, False])
+def test_tables_made_ahead_of_the_choice_change_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, all_chunks: bool
+) -> None:
+    """What a GPU has ready while rows are chosen, whether all chunks turn out to move or some."""
+    monkeypatch.setattr(drift, "run_by_run", drift.all_at_once)
+    moving = (1, 2) if all_chunks else (1,)
+    chosen = [position for n in moving for position in list(span_range(world, n))[1:3]]
+    rows = sorted({*chosen, *world.request.must_compute})
+    tables = PassTables(world.decoder, world.request)
+    done = []
+    for ahead in (None, tables):
+        kv = world.decoder.new_kv(1)
+        stitched = world.stitched(kv)
+        stitched.tables = ahead
+        mover = Drift(world.decoder, world.request, chosen, ahead=ahead)
+        passed = fused_pass(stitched, rows, drift=mover)
+        done.append(prefilled(world.decoder, passed.logits, kv))
+    assert torch.equal(done[0].logits, done[1].logits)
     assert_same_kv(*done)

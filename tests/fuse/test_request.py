@@ -60,7 +60,7 @@ def test_ids_of_few_positions_and_of_many_are_the_prompts(packed: bool) -> None:
     ids = [1_000_003 * i for i in range(100)]
     request = classify(ids[:3], [(A, ids[3:90])], ids[90:], present={A}, first_is_exact=True)
     if packed:
-        request.pack_ids()
+        _ = request.ids
     for positions in ([99], [0, 50, 99], list(range(0, 100, 2)), list(range(100))):
         found = request.ids_at(np.array(positions))
         assert (found.dtype, found.tolist()) == (np.int64, [ids[i] for i in positions])

@@ -111,6 +111,52 @@ def attend_segments_plainly(
     return out
 
 
+class PlainPromptTables:
+    """As kernels/gpu/prompt_rows.PromptTables, which needs Triton."""
+
+    def __init__(self, num_rows: int, most_pages: int, *_: object) -> None:
+        self.most_pages = most_pages
+        self.own_keys: list[int] = []
+
+    def update(
+        self,
+        chunks: Sequence[SharedChunk],
+        own_keys: Sequence[int],
+        own_pages: ArrayLike,
+        rows: ArrayLike,
+    ) -> bool:
+        own = np.asarray(own_pages).tolist()
+        if len(own) + sum(len(chunk.pages) for chunk in chunks) > self.most_pages:
+            return False
+        assert all(chunk.replaced is None for chunk in chunks), "chunks are seen whole"
+        self.chunks, self.own_keys, self.own_pages = chunks, list(own_keys), own
+        self.rows = torch.tensor(rows, dtype=torch.int32)
+        return True
+
+
+def attend_prompt_plainly(
+    q: Tensor,
+    tables: PlainPromptTables,
+    at: Angles,
+    turn: Turn,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    coded: CodedPages | None = None,
+) -> Tensor:
+    """As kernels/gpu/prompt_rows.attend_prompt_rows."""
+    num = len(tables.own_keys)
+    out = torch.zeros_like(q)
+    if num:
+        rows = [SegmentedRows(0, num, PagedSegment(0, num, tables.own_pages), tables.chunks)]
+        behind = torch.full((num,), 1 << 30)
+        ranks = torch.tensor(tables.own_keys) - 1
+        turned = rotate(q, at)[:num]
+        out[:num] = attend_segments_reference(
+            turned, behind, ranks, rows, key_pages, value_pages, turn, coded
+        )
+    return out
+
+
 def without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings compute anew at every step."""
     monkeypatch.setattr(recorded_decode, "StepGraph", EagerGraph)
@@ -132,3 +178,8 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     shared.begin_step = lambda tables, turn: turn  # type: ignore[attr-defined]
     shared.attend_tables = attend_segments_plainly  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.segments", shared)
+    prompts = ModuleType("kvweave.kernels.gpu.prompt_rows")
+    prompts.PromptTables = PlainPromptTables  # type: ignore[attr-defined]
+    prompts.turned_back = lambda tables, turn: turn  # type: ignore[attr-defined]
+    prompts.attend_prompt_rows = attend_prompt_plainly  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "kvweave.kernels.gpu.prompt_rows", prompts)

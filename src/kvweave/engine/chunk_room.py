@@ -70,8 +70,8 @@ class ChunkRoom:
         return [key for key, chunk in self._lease.chunks.items() if chunk.pages not in read]
 
     def finish(self) -> None:
-        """The prompt is computed: from now on its rows see its own ones and those of the chunks
-        that it did not compute anew."""
+        """Its rows see its own ones from now on, and those of the chunks that it does not compute
+        anew."""
         assert self._laid_out is not None, "the pass began"
         request, own = self._laid_out
         is_own = np.zeros(len(request.prompt_ids), np.bool_)

@@ -213,9 +213,7 @@ def prefill_shared(
     """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own."""
     part = fused_part(sequence)
     frame = _frame(sequence, part, prefixes)
-    made = stored.prefill_shared(decoder, frame, room, memory, part.ratio)
-    room.finish()
-    return made
+    return stored.prefill_shared(decoder, frame, room, memory, part.ratio)
 
 
 def prepare_in_place(
@@ -227,9 +225,7 @@ def prepare_in_place(
 ) -> tuple[Prepared, FuseRecord]:
     """As `prepare`, over filled chunks in shared pages of which nothing is recomputed."""
     frame = _frame(sequence, fused_part(sequence), prefixes)
-    made = stored.prepare_in_place(decoder, frame, room)
-    room.finish()
-    return made
+    return stored.prepare_in_place(decoder, frame, room)
 
 
 def lies_ready(sequence: EngineSequence) -> bool:

@@ -51,8 +51,7 @@ class Runner:
     @property
     def refusals(self) -> list[Refusals]:
         """What could not be recorded of decoding. Any thread."""
-        recorded = self._recorded
-        return [] if recorded is None else [recorded.refusals, recorded.shared_refusals]
+        return [] if self._recorded is None else self._recorded.refusals
 
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
         """Compute the rows of all slices. An error is in the result of the slice that caused it."""

@@ -8,6 +8,7 @@ A draw goes down from the likeliest token until it has passed as much probabilit
 mostly ends among the first few: the whole vocabulary is sorted only where it goes on beyond those.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,10 +154,12 @@ class Sampler:
             may_come = torch.from_numpy(self._constraint.mask()).to(logits.device)
             logits = logits.masked_fill(~may_come, -torch.inf)
         if s.temperature == 0.0:
-            likeliest = logits.argmax()  # one that is no number, where there are some
-            if not logits[likeliest].isfinite():
+            best = logits.max(dim=-1)  # one that is no number, where there are some
+            # one wait for the device, not one for each; float64 has room for any token id
+            value, token_id = torch.stack((best.values.double(), best.indices.double())).tolist()
+            if not math.isfinite(value):
                 raise NoNumbers(NO_NUMBERS)
-            return int(likeliest)
+            return int(token_id)
         drawn = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
         # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
         scores = (logits - logits.max()) / max(s.temperature, SMALLEST_TEMPERATURE)

@@ -10,17 +10,18 @@ Hk KV heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvweave.fuse.pass_tables import PassTables, rows_of_chunks
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
-from kvweave.fuse.stitched import positions_of
 from kvweave.fuse.taper import TaperedRows
-from kvweave.kernels.host import on_device
+from kvweave.kernels.host import together_on_device
 from kvweave.kernels.place import mean_changes
 from kvweave.kernels.shift import ChunkRuns, shift, shift_plain, shift_runs
 from kvweave.kernels.types import Owners
@@ -54,6 +55,36 @@ class _MovedChunks(NamedTuple):
     bounds: Tensor  # [S + 1]: chunk s has the rows [bounds[s], bounds[s + 1]) of `chosen`
 
 
+class _DriftTables:
+    """What one choice of rows says about chunks: the same for every layer."""
+
+    def __init__(
+        self,
+        decoder: FusionDecoder,
+        placed: Sequence[ChunkSpan],
+        moved: _MovedChunks,
+        positions: Tensor,
+        strength: float,
+        ahead: PassTables | None,
+    ) -> None:
+        """`positions` [R] are those of all running rows, on the host."""
+        weights = strength / (moved.bounds.diff() + DOUBT)
+        # of the chosen among the running ones
+        rows = torch.from_numpy(np.searchsorted(positions.numpy(), moved.chosen.numpy()))
+        parts = (moved.chosen, rows, moved.bounds.int(), weights)
+        self.at, self.rows, bounds, weights = together_on_device(parts, decoder.device)
+        self.turn = decoder.angles(self.at) if ahead is None else ahead.angles_at(self.at)
+        self.owners = Owners(bounds, weights)
+        self._among_placed = partial(_among_placed, placed, moved)
+        to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
+        self.move: _Move = to_move(decoder, moved.spans, ahead)
+
+    @cached_property
+    def stored(self) -> tuple[list[tuple[int, int]], Tensor]:
+        """As `_among_placed` says."""
+        return self._among_placed()
+
+
 class Drift:
     """Moves the unchosen rows of one request. Made once per request and choice of rows."""
 
@@ -63,59 +94,59 @@ class Drift:
         request: FuseRequest,
         chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
+        ahead: PassTables | None = None,
     ) -> None:
-        """`chosen` are the recomputed hits, ascending."""
-        moved = _moved(request, torch.as_tensor(chosen, dtype=torch.int64))
-        self._move: _Move | None = None
-        if not moved.spans:
-            return
-        self._chosen = moved.chosen
-        # in one table: sending each takes the host a while
-        parts = [moved.chosen, moved.bounds, *_sizes_and_shifts(moved.spans)]
-        there = on_device(torch.cat(parts), decoder.device)
-        self._at, bounds, sizes, shifts = there.split_with_sizes([len(part) for part in parts])
-        weights = strength / (moved.bounds.diff() + DOUBT)
-        self._turn = decoder.angles(self._at)
-        self._owners = Owners(bounds.int(), on_device(weights, decoder.device))
-        self._rows: Tensor | None = None  # of the chosen among the running ones
-        self._among_placed = partial(_among_placed, request.placed, moved)
-        self._stored: tuple[list[tuple[int, int]], Tensor] | None = None  # what that says
-        to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
-        self._move = to_move(decoder, moved.spans, sizes, shifts)
+        """`chosen` are the recomputed hits, ascending. `ahead`: what was made before they were."""
+        self._ahead = ahead
+        self._decoder = decoder
+        self._request = request
+        self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
+        self._strength = strength
+        self._tables: _DriftTables | None = None
+        self._moves = True  # as far as is known
+
+    def _tables_for(self, positions: Tensor) -> _DriftTables | None:
+        """None: no chunk moves. Made when layer 1 is reached: a device is busy with layer 0 then,
+        and would have waited for them before it. Chosen rows run from the start: running rows are
+        always the same."""
+        if self._tables is None and self._moves:
+            moved = _moved(self._request, self._chosen)
+            self._moves = bool(moved.spans)
+            if self._moves:
+                self._tables = _DriftTables(
+                    self._decoder, self._request.placed, moved, positions, self._strength,
+                    self._ahead,
+                )  # fmt: skip
+        return self._tables
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
         """Move one layer, before the fresh rows are written over it.
 
         `positions` are those of all running rows, on the host; `fresh` are their projections.
         """
-        if layer == 0 or self._move is None:
-            return  # layer 0 depends on the tokens alone: nothing drifts
-        rows, keys, values = self._running(positions), kv.keys(layer), kv.values(layer)
+        # layer 0 depends on the tokens alone: nothing drifts
+        tables = self._tables_for(positions) if layer else None
+        if tables is None:
+            return
+        keys, values = kv.keys(layer), kv.values(layer)
         by = mean_changes(
-            fresh.k, fresh.v, rows, self._turn, self._at, keys, values, self._owners
+            fresh.k, fresh.v, tables.rows, tables.turn, tables.at, keys, values, tables.owners
         )  # [2, S, Hk, D]
-        self._move(keys, values, by[0], by[1])
+        tables.move(keys, values, by[0], by[1])
 
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
         """As `move`, for chunk KV on its way, on a CPU: stored [N, Hk, D], keys not turned yet."""
-        if layer == 0 or self._move is None:
+        tables = self._tables_for(positions) if layer else None
+        if tables is None:
             return
-        if self._stored is None:
-            self._stored = self._among_placed()
-        rows, (runs, at) = self._running(positions), self._stored
+        rows, (runs, at) = tables.rows, tables.stored
         apart = [
             new.index_select(0, rows).float() - old.index_select(0, at).float()
             for new, old in ((fresh.k, stored.k), (fresh.v, stored.v))
         ]
-        for x, by in zip(stored, self._owners.sums(torch.stack(apart)), strict=True):
+        for x, by in zip(stored, tables.owners.sums(torch.stack(apart)), strict=True):
             for (start, end), each in zip(runs, by, strict=True):
                 shift_plain(x[start:end], each)
-
-    def _running(self, positions: Tensor) -> Tensor:
-        """The chosen among the running rows. They run from the start: always the same."""
-        if self._rows is None:
-            self._rows = on_device(torch.searchsorted(positions, self._chosen), self._at.device)
-        return self._rows
 
 
 class MoverRelay:
@@ -148,12 +179,13 @@ def make_mover(
     chosen: Tensor,
     strength: float,
     leaving: TaperedRows | None,
+    ahead: PassTables | None = None,
 ) -> Mover:
     """Drift by all `chosen` rows and, behind the layer in which most of them leave, by the rest."""
-    mover = Drift(decoder, request, chosen, strength)
+    mover = Drift(decoder, request, chosen, strength, ahead)
     if leaving is None:
         return mover
-    behind = partial(Drift, decoder, request, leaving.stay, strength)
+    behind = partial(Drift, decoder, request, leaving.stay, strength, ahead)
     return MoverRelay(mover, leaving.layer, behind)
 
 
@@ -172,36 +204,34 @@ def _among_placed(
 def _moved(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
-    edges = torch.tensor([(span.start, span.end) for span in reused], dtype=torch.int64)
-    found = torch.searchsorted(chosen, edges.view(-1, 2))
-    some = found[:, 0] < found[:, 1]
-    spans = [span for span, has in zip(reused, some.tolist(), strict=True) if has]
-    runs = [range(start, end) for start, end in found[some].tolist()]
-    if sum(map(len, runs)) < len(chosen):  # rows of others among them
-        chosen = chosen[positions_of(runs)]
-    return _MovedChunks(spans, chosen, torch.tensor([0, *map(len, runs)]).cumsum(0))
-
-
-def _sizes_and_shifts(spans: Sequence[ChunkSpan]) -> Tensor:
-    """[2, S] on the host: rows of each chunk, and from their number among all to their position."""
-    starts, ends = torch.tensor([(span.start, span.end) for span in spans]).T
-    sizes = ends - starts
-    return torch.stack([sizes, ends - sizes.cumsum(0)])
+    at = chosen.numpy()  # a device waits for this, and numpy is faster with so little
+    edges = np.array([(span.start, span.end) for span in reused], np.int64).reshape(-1, 2)
+    found = np.searchsorted(at, edges)
+    counts = found[:, 1] - found[:, 0]
+    spans = [span for span, has in zip(reused, counts.tolist(), strict=True) if has]
+    if int(counts.sum()) < len(at):  # rows of others among them
+        nth = np.concatenate([np.arange(first, last) for first, last in found.tolist()])
+        at = at[nth.astype(np.int64)]
+    bounds = np.concatenate([[0], np.cumsum(counts[counts > 0])])
+    return _MovedChunks(spans, torch.from_numpy(at), torch.from_numpy(bounds))
 
 
 def all_at_once(
-    decoder: FusionDecoder, spans: Sequence[ChunkSpan], sizes: Tensor, shifts: Tensor
+    decoder: FusionDecoder, spans: list[ChunkSpan], ahead: PassTables | None = None
 ) -> _Move:
     """For a device where many small steps cost more than the work: every row knows its chunk."""
-    num_rows = sum(span.num_tokens for span in spans)
-    chunk = torch.repeat_interleave(sizes, output_size=num_rows)  # [N]
-    row = shifts.index_select(0, chunk)  # [N]
-    row += torch.arange(num_rows, device=decoder.device)
-    turn = decoder.angles(row)
+    known = None if ahead is None else ahead.reused
+    if known is not None and known.spans == spans:  # as a rule, every chunk has chosen rows
+        _, chunk, row, turn = known
+    else:
+        chunk, row = rows_of_chunks(spans, decoder.device)
+        turn = decoder.angles(row)
     return lambda keys, values, by_k, by_v: shift(keys, values, by_k, by_v, chunk, row, turn)
 
 
-def run_by_run(decoder: FusionDecoder, spans: Sequence[ChunkSpan], *_: Tensor) -> _Move:
+def run_by_run(
+    decoder: FusionDecoder, spans: list[ChunkSpan], _: PassTables | None = None
+) -> _Move:
     """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]

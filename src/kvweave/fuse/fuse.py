@@ -6,9 +6,10 @@ The one place where selectors, before or in flight, meet the pass.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,11 +38,17 @@ class Fused:
 
 
 @torch.inference_mode()
-def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> Fused:
+def fuse(
+    stitched: Stitched,
+    strategy: Strategy = REUSE,
+    ratio: float = 0.0,
+    meanwhile: Callable[[], None] | None = None,
+) -> Fused:
     """Prefill the request of `stitched` into its buffer, recomputing `ratio` of its hits.
 
     Without a selector nothing is recomputed. Ratio 1 recomputes everything, whatever the selector.
     Drift wants a selector that chooses before the pass. Raises ChunkLost as the pass does.
+    `meanwhile` is called when the pass is ordered: a device is still at it.
     """
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
@@ -49,7 +56,8 @@ def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> 
     mover: Mover | None = None
     if strategy.drift and selected.is_partial:
         assert selected.in_flight is None, "drift is known only for rows that run from the start"
-        mover = make_mover(decoder, request, selected.chosen, strategy.drift, selected.leaving)
+        chosen, leaving = selected.chosen, selected.leaving
+        mover = make_mover(decoder, request, chosen, strategy.drift, leaving, stitched.tables)
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
         stitched,
@@ -61,6 +69,8 @@ def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> 
     )
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     work = work_of(stitched, strategy, selected, passed.rows_per_layer)
+    if meanwhile is not None:
+        meanwhile()
     if decoder.device.type == "cuda":
         torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
     finished_s = time.perf_counter()
@@ -130,10 +140,10 @@ def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
     """Some hits and what is always computed, ascending as both are."""
-    rows = torch.cat([hits, must_compute])
-    if len(hits) and must_compute[0] < hits[-1]:  # missing chunks between them
-        rows = rows.sort().values
-    return rows
+    rows = np.concatenate([hits.numpy(), must_compute.numpy()])
+    if len(hits) and rows[len(hits)] < rows[len(hits) - 1]:  # missing chunks between them
+        rows.sort()
+    return torch.from_numpy(rows)
 
 
 def _choose(

@@ -85,10 +85,13 @@ def fused_pass(
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
-    own_ids = torch.from_numpy(request.ids_at(positions.numpy()))
-    there, own_ids = on_device(torch.stack([positions, own_ids]), decoder.device).unbind()
-    running = _RunningRows(positions, there, decoder.angles(there))
-    stitched.begin_rows(positions)
+    there, tables = stitched.begin_rows(positions), stitched.tables
+    if tables is None:
+        own_ids = on_device(torch.from_numpy(request.ids_at(positions.numpy())), decoder.device)
+        angles = decoder.angles(there)
+    else:
+        own_ids, angles = tables.ids.index_select(0, there), tables.angles_at(there)
+    running = _RunningRows(positions, there, angles)
     steps = steps_of(decoder, decoder.embed(own_ids))
     projected = steps.first()
     last = decoder.spec.num_layers - 1

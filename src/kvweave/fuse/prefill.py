@@ -165,7 +165,7 @@ class StoredPrompt:
 
         def attempt(request: FuseRequest) -> Fused:
             with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
-                return fuse(stitched, self._strategy, ratio)
+                return fuse(stitched, self._strategy, ratio, room.finish)
 
         made, record = self._weave(frame, ratio, attempt)
         return Prefilled(made.logits, record)
@@ -179,6 +179,7 @@ class StoredPrompt:
         def attempt(request: FuseRequest) -> Prepared:
             prepared = prepare_in_place(decoder, request)
             room.lay_out(request, own_positions(request, np.array(prepared.rows)))
+            room.finish()
             return prepared
 
         return self._weave(frame, 0.0, attempt)

@@ -68,15 +68,11 @@ class FuseRequest:
         """Token ids [n] of some positions [n], int64."""
         if MANY * len(positions) < len(self.prompt_ids):
             return np.array([self.prompt_ids[i] for i in positions.tolist()], np.int64)
-        return self._packed.take(positions)
-
-    def pack_ids(self) -> None:
-        """Make ready to answer `ids_at` at once: to be called while the device is busy."""
-        _ = self._packed
+        return self.ids.take(positions)
 
     @cached_property
-    def _packed(self) -> np.ndarray:
-        """All token ids."""
+    def ids(self) -> np.ndarray:
+        """All token ids [T], int64. Not to be written to."""
         return np.frombuffer(struct.pack(f"={len(self.prompt_ids)}q", *self.prompt_ids), np.int64)
 
     @cached_property

@@ -15,6 +15,7 @@ For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV head
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -67,6 +68,11 @@ class PromptRoom(Protocol):
 
     def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
         """The pass begins: rows at these positions, ascending, will be own ones."""
+        ...
+
+    def finish(self) -> None:
+        """The pass is ordered: from now on rows see own ones and those of chunks that it does not
+        compute anew."""
         ...
 
 
@@ -157,14 +163,18 @@ class SharedChunks:
         self._waited_s = 0.0
         self._kept: RowMoves | None = None
         self._uncoded: Tensor | None = None
-        front_slots = room.own_slots(request, request.preamble_len)
+        self._front_slots = room.own_slots(request, request.preamble_len)
         if room.num_present < request.preamble_len:
-            self._write_front(front, front_slots)
-        self._moves, self._turn = self._plan(front_slots)
+            self._write_front(front, self._front_slots)
 
     @property
     def placer(self) -> "SharedChunks":
         return self
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether all chunks lie in their pages: laying them waits for nothing."""
+        return self._source is None
 
     def begin(self) -> None:
         if self._source is not None and self._source.placer is not None:
@@ -173,21 +183,23 @@ class SharedChunks:
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the exact front and all placed chunks to their positions of [T, Hk, D]."""
         self._fill(layer)
-        coded = self._pool.codes(layer)
+        coded, (moves, turn) = self._pool.codes(layer), self._plan
         if coded is None:
-            relocate(*self._pool.slots(layer), self._moves, self._turn, keys, values)
+            relocate(*self._pool.slots(layer), moves, turn, keys, values)
             return
         pages = self._pool.slots(layer)  # of the exact front, which has turn 0
-        relocate_coded(*pages, coded, self._moves, self._turn, keys, values)
+        relocate_coded(*pages, coded, moves, turn, keys, values)
 
-    def begin_rows(self, rows: Tensor) -> None:
-        """Rows at these positions [R], on the host, will be computed: they are own ones."""
+    def begin_rows(self, rows: Tensor) -> Tensor:
+        """Rows at these positions [R], on the host, will be computed: they are own ones. Gives them
+        back on the device."""
         request = self._request
         own = own_positions(request, rows.numpy())
         slots = self._room.own_slots(request, len(own))[request.preamble_len :]
         self._room.lay_out(request, own)
         both = torch.stack([rows, torch.from_numpy(slots)])
         self._kept = RowMoves(*on_device(both, self._decoder.device).unbind())
+        return self._kept.source
 
     def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """A layer is as it will be: its own rows go to their pages."""
@@ -197,7 +209,7 @@ class SharedChunks:
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         self._fill(layer)
         first = self._request.preamble_len
-        slots, device = self._moves.source[first:], self._decoder.device
+        slots, device = self._plan[0].source[first:], self._decoder.device
         lengths = [span.num_tokens for span in self._request.placed]
         nth = torch.cat([torch.arange(length) for length in lengths])
         back = self._room.turn(on_device(-nth, device))
@@ -260,9 +272,11 @@ class SharedChunks:
             keys, values = self._pool.slots(layer)
             keys[at], values[at] = made.k[there:].to(keys.dtype), made.v[there:].to(values.dtype)
 
-    def _plan(self, front_slots: Slots) -> tuple[RowMoves, Angles]:
-        """From which slot to which position each token goes, and by how much it is turned."""
-        placed, room = self._request.placed, self._room
+    @cached_property
+    def _plan(self) -> tuple[RowMoves, Angles]:
+        """From which slot to which position each token goes, and by how much it is turned. Made
+        when the first layer is laid: by then a device is busy with the question."""
+        placed, room, front_slots = self._request.placed, self._room, self._front_slots
         slots = [front_slots, *(room.chunk_slots(span.key) for span in placed)]
         where = [np.arange(len(front_slots)), *(np.arange(s.start, s.end) for s in placed)]
         which = np.repeat(np.arange(len(slots)), [len(each) for each in slots])

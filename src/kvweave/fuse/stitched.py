@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.pass_tables import PassTables
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.shared_chunks import LayerScratch, SharedChunks
@@ -54,6 +55,7 @@ class Stitched:
         self._is_preamble_laid = False
         self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self._waited_s = 0.0
+        self.tables: PassTables | None = None  # None: not made ahead
         runs = request.runs(State.EXACT, State.REUSED)
         self._runs = [(run.start, run.stop) for run in runs]  # of the placed chunks
         self.placed = positions_of(runs)  # [N]
@@ -97,10 +99,22 @@ class Stitched:
         torch._foreach_copy_([self.kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
         self._is_preamble_laid = True
 
-    def begin_rows(self, rows: Tensor) -> None:
-        """The pass begins: it computes the rows at these positions [R], on the host."""
+    def make_tables(self) -> None:
+        """Make what a pass needs whichever rows it computes, and lay its first layer if nothing is
+        to be waited for: to be called while a device is busy with their choice. Without a device
+        there is nothing to gain."""
+        if self.tables is not None or self.decoder.device.type == "cpu":
+            return
+        self.tables = PassTables(self.decoder, self.request)
+        if self._shared is not None and self._shared.is_filled:
+            self.lay(0)
+
+    def begin_rows(self, rows: Tensor) -> Tensor:
+        """The pass begins: it computes the rows at these positions [R], on the host. They are
+        given back on the device."""
         if self._shared is not None:
-            self._shared.begin_rows(rows)
+            return self._shared.begin_rows(rows)
+        return on_device(rows, self.decoder.device)
 
     def keep(self, layer: int) -> None:
         """The pass has written all it computes of a layer. Its memory may be another's next."""

@@ -34,7 +34,10 @@ def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.
     `scale` is the attention factor that YaRN puts into cosine and sine; 1.0 for the others.
     """
     phase = positions.to(torch.float32)[:, None, None] * inv_freq  # [R, 1, r/2]
-    return Angles((phase.cos() * scale).to(dtype), (phase.sin() * scale).to(dtype))
+    cos, sin = phase.cos(), phase.sin()
+    if scale != 1.0:  # each product is one more order to a device
+        cos, sin = cos * scale, sin * scale
+    return Angles(cos.to(dtype), sin.to(dtype))
 
 
 def per_head(angles: Angles, num_heads: int) -> Angles:

@@ -6,13 +6,14 @@ second such step is recorded, and every later one is one copy of small numbers a
 
 Batches are filled up to a few sizes (`padded_rows`). Rows that only fill up write into the pool's
 scratch page and look at nothing. Lengths and pages are read from tables on the device
-(`step_attention.py`), so sequences grow, come and go without another recording. A size has two
-recordings: of batches in which no sequence shares chunks, and of those in which some do.
+(`step_attention.py`), so sequences grow, come and go without another recording. A size has a
+recording for each `StepKind`.
 
 Shapes: B rows of a recording, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,12 +27,14 @@ from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.rope import frequencies
 from kvweave.model.rows import Rows
 from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.model.step_attention import (
     COLUMNS,
     PageArrays,
     PagedAttention,
+    PromptAttention,
     SharedAttention,
     StepAttention,
 )
@@ -81,9 +84,31 @@ def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
     return singles
 
 
-def shares_chunks(batch: Sequence[Rows]) -> bool:
-    """Whether some sequence of a batch looks at chunks that others may look at too."""
-    return any(isinstance(rows.kv, SegmentedKV) and rows.kv.chunks for rows in batch)
+class StepKind(Enum):
+    """What the rows of a step look at."""
+
+    OWN = "own"  # each at pages of its own
+    SHARED = "shared"  # some at chunks that others may look at too
+    PROMPT = "prompt"  # all are of one prompt, and nothing of its chunks is replaced
+
+
+def kind_of(batch: Sequence[Rows], *, turns_whole: bool) -> StepKind:
+    """The kind of a step, row by row. `turns_whole`: positions turn all channels of a head."""
+    first = batch[0].kv
+    if len(batch) > 1 and isinstance(first, SegmentedKV) and first.chunks and turns_whole:
+        is_one = all(rows.kv is first for rows in batch)
+        if is_one and all(chunk.replaced is None for chunk in first.chunks):
+            return StepKind.PROMPT
+    if any(isinstance(rows.kv, SegmentedKV) and rows.kv.chunks for rows in batch):
+        return StepKind.SHARED
+    return StepKind.OWN
+
+
+ATTENTIONS: dict[StepKind, Callable[[Decoder, KVPool, int, PageArrays], StepAttention]] = {
+    StepKind.OWN: PagedAttention,
+    StepKind.SHARED: SharedAttention,
+    StepKind.PROMPT: PromptAttention,
+}
 
 
 def padded_rows(num_rows: int) -> int:
@@ -106,18 +131,21 @@ def open_recorded(decoder: Decoder, pool: KVPool, most_rows: int) -> "RecordedDe
 class RecordedDecode:
     """The recorded steps of one decoder over one pool. Used by the thread that owns the device.
 
-    There are at most two recordings per size, and sizes are bounded by `most_rows`. All share one
-    pool of device memory.
+    There is at most one recording per size and kind, and sizes are bounded by `most_rows`. All
+    share one pool of device memory.
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool, most_rows: int) -> None:
         self._decoder = decoder
         self._pool = pool
         self._most_rows = most_rows
-        # by rows, and whether chunks are shared; None: seen once
-        self._recordings: dict[tuple[int, bool], RecordedStep | None] = {}
-        self.refusals = Refusals("decoding", "steps take longer")
-        self.shared_refusals = Refusals("decoding over shared chunks", "such steps take longer")
+        self._turns_whole = 2 * len(frequencies(decoder.spec.rope)) == decoder.spec.head_dim
+        self._recordings: dict[tuple[int, StepKind], RecordedStep | None] = {}  # None: seen once
+        self._refusals = {
+            StepKind.OWN: Refusals("decoding", "steps take longer"),
+            StepKind.SHARED: Refusals("decoding over shared chunks", "such steps take longer"),
+            StepKind.PROMPT: Refusals("a question over shared chunks", "it takes longer"),
+        }
         self._page_arrays = PageArrays()
         self.num_played = 0  # steps
 
@@ -125,6 +153,11 @@ class RecordedDecode:
     def sizes(self) -> list[int]:
         """Rows of what is recorded."""
         return sorted({size for (size, _), made in self._recordings.items() if made is not None})
+
+    @property
+    def refusals(self) -> list[Refusals]:
+        """What could not be recorded, by kind. Any thread."""
+        return list(self._refusals.values())
 
     @property
     def memory_pools(self) -> set[Any]:
@@ -135,30 +168,30 @@ class RecordedDecode:
     def play(self, batch: Sequence[Rows]) -> StepResult | None:
         """Compute a step that `is_decode`. None: it is not recorded (yet), or its sequences hold
         more chunks than a recording has room for, and nothing was done."""
-        kind = padded_rows(len(batch)), shares_chunks(batch)
-        if kind[0] > self._most_rows:
+        size = padded_rows(len(batch))
+        if size > self._most_rows:
             return None
-        if kind not in self._recordings:  # the first of its size warms everything up
-            self._recordings[kind] = None
+        kind = kind_of(batch, turns_whole=self._turns_whole)
+        if (size, kind) not in self._recordings:  # the first of its size warms everything up
+            self._recordings[size, kind] = None
             return None
-        recording = self._recordings[kind] or self._record(*kind)
+        recording = self._recordings[size, kind] or self._record(size, kind)
         played = None if recording is None else recording.play(batch)
         self.num_played += played is not None
         return played
 
-    def _record(self, num_rows: int, shares: bool) -> "RecordedStep | None":
-        refusals = self.shared_refusals if shares else self.refusals
+    def _record(self, num_rows: int, kind: StepKind) -> "RecordedStep | None":
+        refusals = self._refusals[kind]
         if not refusals.may_record(num_rows):
             return None
         other = next((made for made in self._recordings.values() if made is not None), None)
-        attention = SharedAttention if shares else PagedAttention
         try:
-            tables = attention(self._decoder, self._pool, num_rows, self._page_arrays)
+            tables = ATTENTIONS[kind](self._decoder, self._pool, num_rows, self._page_arrays)
             made = RecordedStep(self._decoder, self._pool, num_rows, tables, other)
         except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
             refusals.failed(num_rows, error)
             return None
-        self._recordings[num_rows, shares] = made
+        self._recordings[num_rows, kind] = made
         return made
 
 

@@ -1,13 +1,14 @@
 """What a recorded decode step looks at: tables on the device that are written before each replay.
 
-Two kinds: sequences that each own their pages (`kernels/gpu/decode.py`), and batches in which some
-share chunks (`kernels/gpu/segments.py`), each of which is read once for all that hold it.
+Three kinds: sequences that each own their pages (`kernels/gpu/decode.py`), batches in which some
+share chunks (`kernels/gpu/segments.py`), each of which is read once for all that hold it, and rows
+of one prompt behind all of its chunks (`kernels/gpu/prompt_rows.py`).
 
 Shapes: B rows of a recording, Hq query heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,6 +21,9 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rows import Rows
 from kvweave.model.segmented_kv import SegmentedKV
+
+if TYPE_CHECKING:
+    from kvweave.kernels.gpu.segment_tables import SegmentShape
 
 COLUMNS = 3  # token id, position, slot of each row
 CHUNKS = 136  # of a sequence, on average of a batch: more are decoded without a recording
@@ -120,14 +124,11 @@ class SharedAttention:
     def __init__(
         self, decoder: Decoder, pool: KVPool, num_rows: int, page_arrays: PageArrays
     ) -> None:
-        from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables, room_for_rows
+        from kvweave.kernels.gpu.segment_tables import SegmentTables, room_for_rows
 
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
-        shape = SegmentShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype,
-            pool.codes(0) is not None,
-        )  # fmt: skip
+        shape = _segment_shape(decoder, pool)
         room = room_for_rows(
             num_rows, spec.max_context, CHUNKS * num_rows + SPARE_CHUNKS, pool.num_pages, shape
         )
@@ -158,6 +159,53 @@ class SharedAttention:
             return attend_tables(q, self._tables, step, keys, values, angles, coded)
 
         return attend
+
+
+class PromptAttention:
+    """All rows are of one prompt, of whose chunks nothing is replaced."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, num_rows: int, page_arrays: PageArrays
+    ) -> None:
+        from kvweave.kernels.gpu.prompt_rows import PromptTables
+
+        self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
+        shape = _segment_shape(decoder, pool)
+        self._tables = PromptTables(num_rows, pool.num_pages, shape, decoder.device, COLUMNS)
+
+    @property
+    def rows(self) -> Tensor:
+        return self._tables.rows
+
+    def send(self, batch: Sequence[Rows], numbers: NDArray[np.int32]) -> bool:
+        if not batch:
+            return self._tables.update((), (), (), numbers)
+        kv = batch[0].kv
+        assert isinstance(kv, SegmentedKV), "its chunks are shared"
+        keys = [rank + 1 for rank in kv.ranks([rows.positions[0] for rows in batch])]
+        return self._tables.update(kv.chunks, keys, self._page_arrays.of(kv.own), numbers)
+
+    def begin(self) -> Attend:
+        from kvweave.kernels.gpu.prompt_rows import attend_prompt_rows, turned_back
+
+        back = turned_back(self._tables, self._decoder.turn)
+
+        def attend(layer: int, q: Tensor, angles: Angles) -> Tensor:
+            keys, values = self._pool.keys[layer], self._pool.values[layer]
+            coded = self._pool.codes(layer)
+            return attend_prompt_rows(q, self._tables, angles, back, keys, values, coded)
+
+        return attend
+
+
+def _segment_shape(decoder: Decoder, pool: KVPool) -> "SegmentShape":
+    from kvweave.kernels.gpu.segment_tables import SegmentShape
+
+    spec = decoder.spec
+    return SegmentShape(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype,
+        pool.codes(0) is not None,
+    )  # fmt: skip
 
 
 def _most_pages(decoder: Decoder, pool: KVPool) -> int:

@@ -71,7 +71,7 @@ class QueryAttention:
         scene.note(scores)
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
         scene.stitched.lay_preamble()
-        scene.request.pack_ids()
+        scene.stitched.make_tables()
         return ranked_positions(scores, scene.hits, counts)
 
     def scores(self, scene: Scene) -> Tensor:

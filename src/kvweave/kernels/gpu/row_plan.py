@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.kernels.host import on_device
+from kvweave.kernels.host import on_device, together_on_device
 
 KEPT = 8  # plans: a prefill and a decode batch per engine, and some room
 MIN_BLOCKS = 4  # of keys in a piece: below, starting and merging cost more than they save
@@ -124,12 +124,10 @@ class PlanCache:
             self._kept.move_to_end(key)
             return known[1]
         items, merges = pieces(limits, bounds, tiling)
-        plan = RowPlan(
-            to_device(limits, device),
-            to_device(items, device),
-            to_device(merges, device) if len(merges) else None,
-            int(merges[:, 3].sum()),
-        )
+        parts = [torch.from_numpy(part) for part in (limits, items, merges)]
+        there = together_on_device(parts, device)
+        cut = there[2] if len(merges) else None
+        plan = RowPlan(there[0], there[1], cut, int(merges[:, 3].sum()))
         self._kept[key] = (limits.copy(), plan)
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)

@@ -69,7 +69,7 @@ def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _low(x, DTYPE: tl.constexpr):
+def low_codes(x, DTYPE: tl.constexpr):
     """The codes in the lower bytes: of the first half of a head's channels."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         # a code c >= 0 is (128 + its 7 bits) - 128, one below 0 is (128 + its 7 bits) - 256, and
@@ -90,7 +90,7 @@ def _low(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _high(x, DTYPE: tl.constexpr):
+def high_codes(x, DTYPE: tl.constexpr):
     """The codes in the upper bytes: of the other half."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         found = tl.inline_asm_elementwise(
@@ -112,12 +112,12 @@ def _high(x, DTYPE: tl.constexpr):
 @triton.jit
 def _all(x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """The codes of numbers x [N, C], one half of the channels behind the other: [N, 2 C]."""
-    both = tl.permute(tl.join(_low(x, DTYPE), _high(x, DTYPE)), (0, 2, 1))
+    both = tl.permute(tl.join(low_codes(x, DTYPE), high_codes(x, DTYPE)), (0, 2, 1))
     return tl.reshape(both, (BLOCK_N, 2 * BLOCK_C))
 
 
 @triton.jit
-def _scales(both):
+def code_scales(both):
     """Of keys and of values, from numbers that hold two halves."""
     of_keys = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True)
     of_values = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
@@ -222,9 +222,9 @@ def _by_row_codes(
         both = tl.load(scales_ptr + (slot // PAGE * HK + head) * PAGE + slot % PAGE, there, 0)
         q0 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
         q1 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D) + C, inside, other=0.0)
-        s = tl.dot(q0, _low(k, DTYPE), input_precision=PRECISION)
-        s = tl.dot(q1, _high(k, DTYPE), s, input_precision=PRECISION)
-        k_scale, v_scale = _scales(both)
+        s = tl.dot(q0, low_codes(k, DTYPE), input_precision=PRECISION)
+        s = tl.dot(q1, high_codes(k, DTYPE), s, input_precision=PRECISION)
+        k_scale, v_scale = code_scales(both)
         s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
@@ -232,8 +232,8 @@ def _by_row_codes(
         p = tl.exp2(s * scale - base[:, None])
         total = total * alpha + tl.sum(p, 1)
         p = (p * v_scale[None, :]).to(DTYPE)
-        acc0 = tl.dot(p, _low(v, DTYPE), acc0 * alpha[:, None], input_precision=PRECISION)
-        acc1 = tl.dot(p, _high(v, DTYPE), acc1 * alpha[:, None], input_precision=PRECISION)
+        acc0 = tl.dot(p, low_codes(v, DTYPE), acc0 * alpha[:, None], input_precision=PRECISION)
+        acc1 = tl.dot(p, high_codes(v, DTYPE), acc1 * alpha[:, None], input_precision=PRECISION)
         m = m_new
     share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
@@ -339,7 +339,7 @@ def _by_chunk_codes(
         bits1 = tl.load(word + (BLOCK_N // 32 - 1), mask >= 0, other=0)
         keys = tl.trans(_all(k, DTYPE, BLOCK_N, BLOCK_C))
         s = tl.dot(q, keys, input_precision=PRECISION)
-        k_scale, v_scale = _scales(both)
+        k_scale, v_scale = code_scales(both)
         gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
         s = tl.where(there[None, :] & ((gone & 1) == 0), s * k_scale[None, :], HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)

@@ -93,7 +93,7 @@ def attend_tables(
     where = (
         part, lse, on["pieces"], on["blocks"], step.slots, on["tiles"], on["counts"], on["pairs"],
         on["pages"], on["words"], tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
-        *_row_strides(key_pages), *_row_strides(value_pages),
+        *row_strides(key_pages), *row_strides(value_pages),
     )  # fmt: skip
     sizes = {
         "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
@@ -137,7 +137,7 @@ def _turned(
     return turned
 
 
-def _row_strides(pages: Tensor) -> tuple[int, int]:
+def row_strides(pages: Tensor) -> tuple[int, int]:
     """Row and head stride of pages [P, page, Hk, D] that lie behind each other."""
     page, row, head, one = pages.stride()
     assert one == 1, "the channels of a head lie side by side"
