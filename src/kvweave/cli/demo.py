@@ -79,18 +79,20 @@ def command(kb_folder: Path | None, as_json: bool, effective: EffectiveConfig) -
 
 
 def _prepare(weave: "Weave", questions: list[DemoQuestion], k: int) -> DemoPreparation:
-    """Read the passages, and store the KV of those that the questions will find. A server does it
-    for all, in idle time; here a person waits."""
+    """Read the passages, and store the KV of those that the questions will find, with front copies
+    of the first. A server does it for all, in idle time; here a person waits."""
     started_s = time.perf_counter()
     weave.ingest(PASSAGES, chunk_kv=False)
     library = weave.library
-    found = {hit.chunk.id: hit.chunk for q in questions for hit in weave.search(q.question, k)}
+    hits = [weave.search(question.question, k) for question in questions]
+    found = {hit.chunk.id: hit.chunk for each in hits for hit in each}
     ingest_s = time.perf_counter() - started_s
     absent = library.encoder.absent(list(found.values()), library.encoder.key)
     started_s = time.perf_counter()
     if absent:
         library.kv.prepare_to_encode()
         library.encoder.encode(list(found.values()))
+        library.encoder.encode_isolated([each[0].chunk for each in hits if each])
         library.encoder.saves()
     encode_s = time.perf_counter() - started_s
     stored = (library.kb.folder / "kv").rglob("*")
