@@ -9,7 +9,7 @@ from kvweave.app.audit.audit_log import AuditedCell, GateMove
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.app.auto.measurements import NOT_CALIBRATED
 from kvweave.app.weave import Weave
-from kvweave.calibrate.gate import ORDER_CELL, USUAL_CHUNKS, Table
+from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.plan.inputs import PromptShape, Verdict
@@ -77,7 +77,9 @@ def quality_of(weave: Weave, *, over_library: bool) -> QualityView:
             for strategy in measured
             if strategy != ORDER_CELL
         )
-    curves = tuple(curve for table in tables for curve in _curves(table))
+    kinds = list(dict.fromkeys(table.kind for table in tables))
+    by_subject = sorted(tables, key=lambda table: (kinds.index(table.kind), table.mean_chunks))
+    curves = tuple(curve for table in by_subject for curve in _curves(table))
     return QualityView(bound, doubt, curves, gate, audited, moves)
 
 
@@ -104,8 +106,7 @@ def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMov
 
 def _subject(table: Table) -> str:
     """What a table speaks of, for people."""
-    kind, num_chunks = table.subject
-    return f"{kind}, {num_chunks} chunks" if num_chunks else kind
+    return table.kind if table.kind == OWN else f"{table.kind}, {round(table.mean_chunks)} chunks"
 
 
 def _curves(table: Table) -> Sequence[QualityCurve]:
