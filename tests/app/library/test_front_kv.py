@@ -13,48 +13,16 @@ from kvweave import Weave
 from kvweave.app.library.front_kv import MOST_LOST, FrontKV
 from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library import Library
-from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
-from kvweave.kv.config import DiskTierConfig, HostTierConfig
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.tiers.disk import DiskTier
-from kvweave.model.decoder import Decoder
-from kvweave.model.load import load_decoder
-from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
-from worlds.tiny_corpus import make_text, open_kb
-from worlds.tiny_models import make_chat_model_folder
-from worlds.weaves import library_of
+from worlds.made_kv import TEXTS, Model, chunks_of, model, opened
+from worlds.tiny_corpus import make_text
 
-TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(6)]
 GREEDY = Sampling(max_tokens=4)
-Model = tuple[Decoder, Tokenizer]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = make_chat_model_folder(tmp_path_factory.mktemp("made"), max_position_embeddings=4096)
-    return load_decoder(folder, device="cpu"), Tokenizer(folder)
-
-
-def opened(
-    folder: Path,
-    model: Model,
-    background: BackgroundKV | None = None,
-    encoding: str = "filler:1",
-    disk_bytes: int = 1 << 30,
-) -> Weave:
-    runtime = ModelRuntime(*model, "tiny")
-    kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
-    tiers = (HostTierConfig(1 << 26), DiskTierConfig(folder / "kv", capacity_bytes=disk_bytes))
-    options = KVOptions(encoding, tiers=tiers, background=background or BackgroundKV())
-    return Weave(runtime, library_of(kb, runtime, options))
-
-
-def chunks_of(library: Library) -> dict[str, Chunk]:
-    found = [c for batch in library.kb.catalogue.all_chunks(64) for c in batch]
-    return {chunk.title: chunk for chunk in found}
+__all__ = ["model"]
 
 
 def in_front(library: Library) -> set[str]:
@@ -81,7 +49,7 @@ def comes_true(holds: Callable[[], bool], within_s: float = 30.0) -> bool:
 def test_every_chunk_gets_one_and_the_first_question_finds_its_first_chunk_exact(
     tmp_path: Path, model: Model
 ) -> None:
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         exact = weave.ask("How do I drain a node?", k=1, reuse="full", sampling=GREEDY)
         weave.library.start()
@@ -98,7 +66,7 @@ def test_every_chunk_gets_one_and_the_first_question_finds_its_first_chunk_exact
 def test_most_asked_first_and_only_once_all_chunks_have_kv(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         library, chunks = weave.library, chunks_of(weave.library)
         made: list[str] = []
@@ -126,7 +94,7 @@ def test_they_leave_room_for_as_much_again_and_then_give_way(
     tmp_path: Path, model: Model, bound: str
 ) -> None:
     folder = tmp_path / "kb"
-    with opened(folder, model) as weave:
+    with opened(folder, model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS[:3])
         lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
         size = max(map(weave.library.encoder.plain_bytes, lengths))
@@ -154,7 +122,7 @@ def test_they_leave_room_for_as_much_again_and_then_give_way(
 def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         library = weave.library
         documents = {d.title: d.id for d in library.kb.documents()}
@@ -177,7 +145,7 @@ def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
 def test_while_answers_are_made_none_is_and_nobody_waits_for_one(
     tmp_path: Path, model: Model
 ) -> None:
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         library, answers = weave.library, weave.runtime.client.answers
         ended = threading.Event()
@@ -202,7 +170,7 @@ def test_while_answers_are_made_none_is_and_nobody_waits_for_one(
 
 
 def test_isolated_kv_needs_none(tmp_path: Path, model: Model) -> None:
-    with opened(tmp_path / "kb", model, encoding="isolated") as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV(), encoding="isolated") as weave:
         weave.ingest(*TEXTS)
         weave.library.start()
         assert weave.library.maker.wait(60)
@@ -213,7 +181,7 @@ def test_isolated_kv_needs_none(tmp_path: Path, model: Model) -> None:
 def test_one_that_is_half_made_when_answers_come_holds_nothing_up(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         library, answers = weave.library, weave.runtime.client.answers
         ended, is_busy, begun = threading.Event(), threading.Event(), threading.Event()
@@ -246,11 +214,11 @@ def test_one_that_is_half_made_when_answers_come_holds_nothing_up(
 
 def test_one_that_a_request_wanted_gives_way_too(tmp_path: Path, model: Model) -> None:
     folder = tmp_path / "kb"
-    with opened(folder, model) as weave:
+    with opened(folder, model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS[:3])
         lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
         size = max(map(weave.library.encoder.plain_bytes, lengths))
-    with opened(folder, model, disk_bytes=5 * size - size // 2) as weave:
+    with opened(folder, model, BackgroundKV(), disk_bytes=5 * size - size // 2) as weave:
         library = weave.library
         library.start()
         assert library.maker.wait(60)
@@ -267,7 +235,7 @@ def test_a_tier_that_others_share_gets_none(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskTier, "remote", True)
-    with opened(tmp_path / "kb", model) as weave:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         weave.library.start()
         assert weave.library.maker.wait(60)

@@ -19,49 +19,23 @@ from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library import Library
-from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import TierError
-from kvweave.kv.config import DiskTierConfig, HostTierConfig
 from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.residency import Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.host import HostTier
-from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
 from worlds import killed_maker
-from worlds.tiny_corpus import make_text, open_kb
-from worlds.tiny_models import make_chat_model_folder
-from worlds.weaves import library_of
+from worlds.made_kv import TEXTS, Model, chunks_of, model, opened
+from worlds.tiny_corpus import make_text
 
-TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(6)]
 GREEDY = Sampling(max_tokens=4)
-Model = tuple[Decoder, Tokenizer]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = make_chat_model_folder(tmp_path_factory.mktemp("made"), max_position_embeddings=4096)
-    return load_decoder(folder, device="cpu"), Tokenizer(folder)
-
-
-def opened(
-    folder: Path,
-    model: Model,
-    background: BackgroundKV | None,
-    encoding: str = "filler:1",
-    disk_bytes: int = 1 << 30,
-) -> Weave:
-    """Nothing is made before `start`."""
-    runtime = ModelRuntime(*model, "tiny")
-    kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
-    tiers = (HostTierConfig(1 << 26), DiskTierConfig(folder / "kv", capacity_bytes=disk_bytes))
-    options = KVOptions(encoding, tiers=tiers, background=background)
-    return Weave(runtime, library_of(kb, runtime, options))
+__all__ = ["model"]
 
 
 @pytest.fixture
@@ -93,11 +67,6 @@ def progress_of(weave: Weave) -> KVProgress:
     progress = weave.kv_progress()
     assert progress is not None
     return progress
-
-
-def chunks_of(library: Library) -> dict[str, Chunk]:
-    found = [c for batch in library.kb.catalogue.all_chunks(64) for c in batch]
-    return {chunk.title: chunk for chunk in found}
 
 
 def has_kv(library: Library, chunk: Chunk) -> bool:
