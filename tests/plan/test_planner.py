@@ -441,6 +441,13 @@ def test_the_chance_of_a_close_call_is_paid_for() -> None:
     assert fused.reason is Reason.GAIN_TOO_SMALL or fused.reason is Reason.DEARER
 
 
+def test_a_fused_plan_says_what_is_a_close_call_and_an_exact_one_has_none() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5, close_call=0.25))
+    fused, exact = planner.plan(ask("a300", "b300")), planner.plan(ask("c300", "d300"))
+    assert (fused.strategy, fused.close_call) == ("epic", 0.25)
+    assert (exact.strategy, exact.close_call) == (None, 0.0)
+
+
 def test_close_calls_that_are_seen_end_fusing_and_it_is_tried_again_later() -> None:
     planner = make_planner(stored=on_disk("a300", "b300"), gate=OpenGate(epic=0.5, close=0.05))
     request = ask("a300", "b300")

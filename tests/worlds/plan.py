@@ -18,15 +18,17 @@ FAST = 1e9
 
 
 class OpenGate:
-    def __init__(self, close: float = 0.0, **ratios: float | None) -> None:
-        """`close`: share of fused answers that are computed exactly after all."""
+    def __init__(self, close: float = 0.0, close_call: float = 0.0, **ratios: float | None) -> None:
+        """`close`: share of fused answers that are computed exactly after all, those whose first
+        token leads by less than `close_call` nats."""
         self.ratios = ratios
         self.close = close
+        self.close_call = close_call
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         if strategy not in self.ratios:
             return Verdict(None, Reason.NOT_CALIBRATED)
-        return Verdict(self.ratios[strategy], close=self.close)
+        return Verdict(self.ratios[strategy], close=self.close, close_call=self.close_call)
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         return Verdict(self.ratios.get("order"))
