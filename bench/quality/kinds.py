@@ -178,7 +178,7 @@ SETS = {
         "multi-hop", False, _plain("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80
     ),
     "hotpot-5": QuestionSet(
-        "multi-hop", False, _few("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80
+        "multi-hop", False, _few("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80, count=600
     ),
     "squad-long": QuestionSet(
         "single-hop",
@@ -186,7 +186,7 @@ SETS = {
         _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz", 3000),
         count=200,
     ),
-    "squad-doc": QuestionSet("document", False, _document(6)),
+    "squad-doc": QuestionSet("document", False, _document(6), count=800),
     "squad-doc-long": QuestionSet("document", False, _document(24), count=150),
     "mtrag": QuestionSet("conversation", False, _conversations),
     "clapnq": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 900)),
