@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
-from kvweave.engine.request import EngineRequest
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import Runner
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
@@ -56,7 +56,7 @@ def test_a_background_request_answers_as_any_other(decoder: Decoder) -> None:
         engine.run_alone(engine.check_integrity)
 
 
-def test_who_arrives_waits_for_one_short_step_and_no_more(decoder: Decoder) -> None:
+def test_who_arrives_waits_for_no_more_than_one_short_step(decoder: Decoder) -> None:
     steps = WatchedSteps(decoder)
     rng = random.Random(2)
     idle, new = plain(ids(rng, 17), max_tokens=3), plain(ids(rng, 40), max_tokens=4)
@@ -71,8 +71,40 @@ def test_who_arrives_waits_for_one_short_step_and_no_more(decoder: Decoder) -> N
         assert list(ticket) == alone(decoder, new)
         assert list(behind) == alone(decoder, idle)
         engine.run_alone(engine.check_integrity)
-    with_it = [[5], [32], [8], [1], [1], [1], [5], [5], [2], [1], [1]]
-    assert steps.rows == with_it
+        assert engine.stats()["background_gave_way"] == 1
+    with_it = [[5], [32], [8], [1], [1], [1], [5], [5], [5], [2], [1], [1]]
+    assert steps.rows == with_it, "the first is given up, and taken again"
+
+
+def test_a_step_in_idle_time_is_given_up_behind_a_layer(decoder: Decoder) -> None:
+    steps = WatchedSteps(decoder)
+    steps.permits.release(99)
+    rng = random.Random(2)
+    idle, new = plain(ids(rng, 17), max_tokens=3), plain(ids(rng, 40), max_tokens=4)
+    other = plain(ids(rng, 9), max_tokens=2)
+    tickets: list[Ticket] = []
+    with Engine(steps, IDLE) as engine:
+        heard = steps.on_layer
+
+        def arrive() -> None:
+            """On the engine thread, in the second step: somebody behind it, then somebody else."""
+            if len(steps.rows) == 2 and len(tickets) == 1:
+                tickets.append(engine.submit(in_background(other)))
+                heard()  # one more in idle time is no reason to give up
+                tickets.append(engine.submit(new))
+            heard()
+
+        steps.on_layer = arrive
+        tickets.append(engine.submit(in_background(idle)))
+        until(lambda: len(tickets) == 3)
+        assert list(tickets[2]) == alone(decoder, new)
+        assert list(tickets[0]) == alone(decoder, idle)
+        assert list(tickets[1]) == alone(decoder, other)
+        assert engine.stats()["background_gave_way"] == 1
+        assert engine.stats()["requests_failed"] == engine.stats()["background_failed"] == 0
+        engine.run_alone(engine.check_integrity)
+    assert steps.rows[:4] == [[5], [5], [32], [8]], "the second step was given up"
+    assert steps.rows[7:9] == [[5], [5]], "and is taken again"
 
 
 @pytest.mark.parametrize("steps_before", [1, 2, 5])

@@ -37,7 +37,8 @@ class EngineConfig:
     )
     alone_rows: int | None = None  # of a step while none does
     guess_rows: int | None = None  # of a speculation in one step
-    background_rows: int | None = None  # of a step in idle time: an arrival waits for one of these
+    # of a step in idle time: an arrival waits for one of these, on a CPU for a layer of it
+    background_rows: int | None = None
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already

@@ -21,6 +21,10 @@ NO_NUMBER = -1  # instead of the likeliest token, where the logits are no number
 SequenceSlice = StepSlice[EngineSequence]
 
 
+class GaveWay(Exception):
+    """A step was given up between two layers, because something else must run first."""
+
+
 class SliceResult(NamedTuple):
     """What a step gave one sequence."""
 
@@ -54,7 +58,8 @@ class Runner:
         return [] if self._recorded is None else self._recorded.refusals
 
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
-        """Compute the rows of all slices. An error is in the result of the slice that caused it."""
+        """Compute the rows of all slices. An error is in the result of the slice that caused it;
+        GaveWay, from whoever hears of layers, is raised."""
         started_s = time.perf_counter()
         results = self._run(slices, self._recorded)
         return StepOutput(results, time.perf_counter() - started_s)
@@ -66,6 +71,8 @@ class Runner:
         run twice; they write what they wrote before."""
         try:
             return self._forward(slices, recorded)
+        except GaveWay:
+            raise
         except Exception as error:
             if len(slices) == 1:
                 return [SliceResult(slices[0], None, None, error)]

@@ -1,24 +1,26 @@
 """The engine's thread: hears the news, then takes a step, while there is work.
 
 What other threads post is heard between two steps, in order. The thread starts with the first news
-and ends when there was nothing to do for a while.
+and ends when there was nothing to do for a while. A step in idle time takes long on a CPU: there it
+is given up behind the layer at hand when a request comes that somebody waits for.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from kvweave.engine.fused_step import LoadedPrompt
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.request import Ticket
-from kvweave.engine.runner import Runner
-from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.runner import GaveWay, Runner, StepOutput
+from kvweave.engine.scheduler import Scheduler, StepSlice
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 
@@ -52,6 +54,7 @@ class Worker:
         self._idle_s = idle_s
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
+        self._gives_way = False  # the step at hand does, to whoever comes
         self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
         self._is_abandoned = False
 
@@ -64,9 +67,11 @@ class Worker:
 
     def beat(self) -> None:
         """The step at hand gets on. On the engine thread, after a layer of whatever is computed: a
-        whole prompt may be one step."""
+        whole prompt may be one step. Raises GaveWay where the step is to end here."""
         if self._step_from_s is not None:
             self._step_from_s = time.monotonic()
+        if self._gives_way and any(map(_is_awaited, self._inbox.peek())):
+            raise GaveWay
 
     def abandon(self, error: BaseException) -> None:
         """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
@@ -148,9 +153,27 @@ class Worker:
         if first.progress.own_step:
             self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
         else:
-            output = self._runner.run(slices)  # one forward pass for all
-            self._lifecycle.hand_out(output)
+            output = self._run(slices)
+            if output is not None:
+                self._lifecycle.hand_out(output)
         return True
+
+    def _run(self, slices: Sequence[StepSlice[EngineSequence]]) -> StepOutput | None:
+        """One forward pass for all. None: it was idle time's and gave way; nothing has changed, and
+        its rows will run again."""
+        progress = slices[0].sequence.progress  # in idle time there is but one
+        self._gives_way = (
+            progress.background
+            and progress.sparse is None  # what a pass moves of a fused prompt is moved once
+            and self._runner.device.type == "cpu"
+        )
+        try:
+            return self._runner.run(slices)
+        except GaveWay:
+            self._lifecycle.counts.add("background_gave_way")
+            return None
+        finally:
+            self._gives_way = False
 
     def _hear(self) -> None:
         """Take in all that was posted before."""
@@ -213,6 +236,13 @@ class Worker:
                 self._lifecycle.end(ticket, error)
             except Exception:  # a bug that is being reported already; the others must hear too
                 log.exception("a request could not give back what it held")
+
+
+def _is_awaited(news: News) -> bool:
+    """Whether somebody waits for what the engine would do next, hearing this."""
+    if isinstance(news, LoadedPrompt):
+        return not news.sequence.progress.background
+    return isinstance(news, Ticket) and not (news.request.background or news.is_done)
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

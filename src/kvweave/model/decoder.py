@@ -39,7 +39,7 @@ from kvweave.model.weights import Weights
 
 # rows up to which compiled layers run in one call; with more, a layer takes long enough to be
 # heard of
-FEW_ROWS = 32
+FEW_ROWS = 16
 # nats per token to the exact weights: below it rounded ones count as the same model, and `auto`
 # takes them
 SMALL_KL = 0.01
