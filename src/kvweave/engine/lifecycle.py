@@ -33,6 +33,7 @@ from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
+from kvweave.engine.warm_up import WarmUp
 from kvweave.errors import NoDeviceMemory, NoNumbers, PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.fuse.record import FuseRecord
@@ -62,9 +63,11 @@ class Lifecycle:
         pages: PageManager,
         prefixes: ExactPrefixes,
         loader: ChunkLoader,
+        warm_up: WarmUp,
         chunks: ChunkPages | None = None,
     ) -> None:
         self._decoder = decoder
+        self._warm_up = warm_up
         self._chunks = chunks
         self._scratch = ScratchMemory(decoder.spec, decoder.dtype, decoder.device)
         self._scheduler = scheduler
@@ -82,11 +85,15 @@ class Lifecycle:
         under_way = self._loader.is_loading or self._prefixes.is_offloading
         return not (self.sequences or under_way)
 
-    def work_ahead(self) -> None:
-        """There is nothing to compute. While there is no request either, exact KV is copied ahead
-        of its leaving the pool."""
-        if not self.sequences:
-            self._prefixes.replicate_some()
+    def work_ahead(self) -> bool:
+        """There is nothing to compute. While there is no request either, kernels are compiled ahead
+        of their use, and exact KV is copied ahead of its leaving the pool. False: not at once."""
+        if self.sequences:
+            return False
+        if self._warm_up.step():
+            return True
+        self._prefixes.replicate_some()
+        return False
 
     def hear(self, news: News) -> None:
         """Something was posted to the engine thread."""

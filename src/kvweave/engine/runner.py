@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.engine.giving_way import StepGivenUp
 from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.kernels.host import on_device
@@ -54,7 +55,8 @@ class Runner:
         return [] if self._recorded is None else self._recorded.refusals
 
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
-        """Compute the rows of all slices. An error is in the result of the slice that caused it."""
+        """Compute the rows of all slices. An error is in the result of the slice that caused it.
+        Raises StepGivenUp where the decoder's `on_layer` does."""
         started_s = time.perf_counter()
         results = self._run(slices, self._recorded)
         return StepOutput(results, time.perf_counter() - started_s)
@@ -66,6 +68,8 @@ class Runner:
         run twice; they write what they wrote before."""
         try:
             return self._forward(slices, recorded)
+        except StepGivenUp:
+            raise
         except Exception as error:
             if len(slices) == 1:
                 return [SliceResult(slices[0], None, None, error)]

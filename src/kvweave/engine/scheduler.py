@@ -7,6 +7,8 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
     1  sequences that are one row short (decode) come first, so that answers flow
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
        all others and a few rows at a time, because a wrong one can only end between two steps.
+       Where nothing else is to be computed they may have more: a step longer than those few rows
+       that has nothing but speculations gives way between two layers (`giving_way.py`).
        A slice may be longer than what is left by rows that cannot be cut, once per step
     3  then those that wait, while there is room for their whole prompt
     4  if none of these has a row: one in the background, in short steps, the first to come
@@ -282,6 +284,8 @@ class Scheduler(Generic[S]):
         assert cfg.step_rows is not None, "and how long steps"
         assert cfg.alone_rows is not None, "in both cases"
         assert cfg.background_rows is not None, "and in idle time"
+        self._guess_rows = cfg.guess_rows or cfg.alone_rows
+        self._guess_alone_rows = cfg.guess_alone_rows or self._guess_rows
         self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
         self._background_rows = cfg.background_rows
         self._cfg = cfg
@@ -368,7 +372,8 @@ class Scheduler(Generic[S]):
         parts = self._parts(together, left)
         for one in sorted(together, key=_turn):
             tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
-            rows = self._share(one, min(left, parts.get(tenant, left)) if is_prompt else left)
+            most = min(left, parts.get(tenant, left)) if is_prompt else left
+            rows = self._share(one, most, rows_of)
             if rows and one in self.running and self._make_room(one, rows, rows_of):
                 rows_of[one] = rows
                 left = max(0, left - rows)
@@ -379,7 +384,7 @@ class Scheduler(Generic[S]):
                 if not rows_of:
                     return [StepSlice(new, 0)]
                 break
-            rows_of[new] = self._share(new, left)
+            rows_of[new] = self._share(new, left, rows_of)
             left -= rows_of[new]
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
@@ -410,10 +415,20 @@ class Scheduler(Generic[S]):
         is_apart = new.progress.own_step
         return [StepSlice(new, 0 if is_apart else new.progress.share(self._background_rows))]
 
-    def _share(self, sequence: S, left: int) -> int:
-        """Rows of it in a step that has `left` of them."""
-        most = self._cfg.guess_rows if sequence.progress.held else None
-        return sequence.progress.share(left if most is None else min(left, most))
+    def _share(self, sequence: S, left: int, rows_of: dict[S, int]) -> int:
+        """Rows of it in a step that has `left` of them, besides those of others."""
+        if not sequence.progress.held:
+            return sequence.progress.share(left)
+        alone = all(_can_give_way(one) for one in (sequence, *rows_of))
+        alone = alone and all(one.progress.held for one in self.waiting.sequences())
+        most = self._guess_alone_rows if alone else self._guess_rows
+        return sequence.progress.share(min(left, most))
+
+    def gives_way(self, step: Sequence[StepSlice[S]]) -> bool:
+        """Whether a step of `next_step` may be given up between two layers, and should where others
+        come: it has speculations alone, and is longer than they would let anybody wait."""
+        can_give_way = all(_can_give_way(each.sequence) for each in step)
+        return can_give_way and sum(each.num_rows for each in step) > self._guess_rows
 
     def _next_in(self, rows_of: dict[S, int]) -> S | None:
         """Let one more sequence in, if there is room for it; those in the background may have to
@@ -483,6 +498,11 @@ class Scheduler(Generic[S]):
             self.parked.append(victim)
         else:
             self.add(victim)
+
+
+def _can_give_way(sequence: Scheduled) -> bool:
+    """A speculation whose rows may run twice: those of a fused prompt move others."""
+    return sequence.progress.held and sequence.progress.sparse is None
 
 
 def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:

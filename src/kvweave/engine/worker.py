@@ -7,17 +7,19 @@ and ends when there was nothing to do for a while.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from kvweave.engine.giving_way import GuessStep, StepGivenUp
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.request import Ticket
-from kvweave.engine.runner import Runner
+from kvweave.engine.runner import Runner, SequenceSlice
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
@@ -52,6 +54,8 @@ class Worker:
         self._idle_s = idle_s
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
+        self._guess_step: GuessStep | None = None  # set while one runs
+        self.num_given_up = 0  # steps of guesses. Any thread
         self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
         self._is_abandoned = False
 
@@ -64,9 +68,11 @@ class Worker:
 
     def beat(self) -> None:
         """The step at hand gets on. On the engine thread, after a layer of whatever is computed: a
-        whole prompt may be one step."""
+        whole prompt may be one step. Raises StepGivenUp if it is to get on no further."""
         if self._step_from_s is not None:
             self._step_from_s = time.monotonic()
+        if self._guess_step is not None:
+            self._guess_step.reached_layer()
 
     def abandon(self, error: BaseException) -> None:
         """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
@@ -138,19 +144,48 @@ class Worker:
     # ---- the thread
 
     def _step(self) -> bool:
-        """One round. False: there is nothing to compute."""
+        """One round. False: there is nothing to do."""
         self._hear()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
-            self._lifecycle.work_ahead()
-            return False
+            return self._lifecycle.work_ahead()
         first = slices[0].sequence
         if first.progress.own_step:
             self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
         else:
-            output = self._runner.run(slices)  # one forward pass for all
-            self._lifecycle.hand_out(output)
+            self._run(slices)  # one forward pass for all
         return True
+
+    def _run(self, slices: Sequence[SequenceSlice]) -> None:
+        """Compute a common step and hand out what it gave, if it is not given up."""
+        tickets = [each.sequence.ticket for each in slices]
+        if self._scheduler.gives_way(slices):
+            is_wanted = partial(self._is_wanted, tickets)
+            self._guess_step = GuessStep(self._runner.device, is_wanted)
+        try:
+            output = self._runner.run(slices)
+        except StepGivenUp:
+            self.num_given_up += 1
+            return
+        finally:
+            self._guess_step = None
+        self._lifecycle.hand_out(output)
+
+    def _is_wanted(self, guesses: Sequence[Ticket]) -> bool:
+        """Whether a step of guesses should go on: one of them was right, or nothing has happened
+        that it stands in the way of."""
+        if not self._inbox or not all(ticket.is_held for ticket in guesses):
+            return True
+        if any(ticket.is_cancelled for ticket in guesses):
+            return False
+        return not any(self._comes_first(news) for news in self._inbox.peek())
+
+    def _comes_first(self, news: News) -> bool:
+        """Whether a guess gives way to what was posted: a new request that is neither guessed nor
+        of idle time."""
+        if not isinstance(news, Ticket) or news in self._lifecycle.sequences:
+            return False
+        return not (news.is_held or news.is_cancelled or news.request.background)
 
     def _hear(self) -> None:
         """Take in all that was posted before."""

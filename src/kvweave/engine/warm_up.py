@@ -1,0 +1,58 @@
+"""Kernels for a GPU are compiled before somebody waits for them.
+
+Triton compiles a kernel when it is launched for the first time, which takes up to some seconds
+(later starts find it on disk). How many rows a step has and whether their pages lie side by side
+decides which kernels it launches: in idle time an engine that has just begun runs one small pass of
+each sort, over the pool's scratch page, which belongs to no request.
+"""
+
+import logging
+from itertools import product
+
+import torch
+
+from kvweave.kernels.dispatch import has_triton
+from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.rows import Rows
+
+log = logging.getLogger(__name__)
+# a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)
+ROWS = (40, 1, 4, 8)
+
+
+class WarmUp:
+    """The passes that are left. For the thread that owns the device."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        sorts = list(product((1, 2), ROWS)) if decoder.device.type == "cuda" else []
+        self._left = sorts[::-1] if has_triton() else []
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def step(self) -> bool:
+        """The next pass, and wait for it. False: there is none."""
+        if not self._left:
+            return False
+        num_pages, num_rows = self._left[-1]
+        try:
+            self._run(num_pages, min(num_rows, self._pool.page_tokens))
+            self._left.pop()
+        except Exception as error:  # whoever asks next hears of it, if it is still so
+            log.warning("kernels could not be compiled ahead: %s", error)
+            self._left.clear()
+        return True
+
+    @torch.inference_mode()
+    def _run(self, num_pages: int, num_rows: int) -> None:
+        """One page is a run; the same page twice lies apart. By a decoder of its own: nobody has
+        asked for this, and who made the engine may still be using the other."""
+        decoder = Decoder(self._decoder.spec, self._decoder.weights)
+        kv = PagedKV(self._pool, [self._pool.scratch_page] * num_pages)
+        decoder.forward([Rows([0] * num_rows, range(num_rows), kv, [num_rows - 1])])
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)
