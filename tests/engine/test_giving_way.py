@@ -103,8 +103,8 @@ def test_a_guess_gives_way_to_no_other_guess_and_to_nothing_of_idle_time(decoder
             assert ticket.wait(30)
 
 
-def test_short_guesses_are_computed_to_their_end(decoder: Decoder) -> None:
-    """As long as anybody would wait for one anyway, what it computes is kept."""
+def test_where_guesses_are_short_each_step_is_computed_to_its_end(decoder: Decoder) -> None:
+    """As on a CPU: what it computes is kept, and nobody waits long for it."""
     stopping = StoppingDecoder(decoder)
     rng = random.Random(3)
     preamble, chunk = ids(rng, 6), ids(rng, 9)

@@ -39,7 +39,7 @@ class EngineConfig:
     alone_rows: int | None = None  # of a step while none does
     guess_rows: int | None = None  # of a speculation in one step with others
     guess_alone_rows: int | None = None  # in one that has nothing but speculations; None: as many,
-    # on a GPU all. One of more than `guess_rows` is given up between two layers when others come
+    # on a GPU all. If these are more, such a step is given up between two layers when others come
     background_rows: int | None = None  # of a step in idle time: an arrival waits for one of these
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:

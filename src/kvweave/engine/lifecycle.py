@@ -31,7 +31,7 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
-from kvweave.engine.sequence import EngineSequence
+from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.engine.warm_up import WarmUp
 from kvweave.errors import NoDeviceMemory, NoNumbers, PromptTooLong, RequestError
@@ -264,7 +264,8 @@ class Lifecycle:
         if sequence.ticket.record is None:
             sequence.ticket.record = sequence.fuse_record
         if sequence.progress.known == sequence.prompt_len:  # else preempted while it answered
-            self._answer(sequence, prefilled.logits)
+            greedy = is_plainly_greedy([sequence])
+            self._answer(sequence, prefilled.logits, prefilled.likeliest if greedy else None)
 
     def _offer(self, sequence: EngineSequence) -> None:
         taken = self._pages.offer(sequence)

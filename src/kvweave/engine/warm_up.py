@@ -1,13 +1,12 @@
 """Kernels for a GPU are compiled before somebody waits for them.
 
 Triton compiles a kernel when it is launched for the first time, which takes up to some seconds
-(later starts find it on disk). How many rows a step has and whether their pages lie side by side
-decides which kernels it launches: in idle time an engine that has just begun runs one small pass of
-each sort, over the pool's scratch page, which belongs to no request.
+(later starts find it on disk). How many rows a step has, how many keys they see and whether their
+pages lie side by side decides which kernels it launches: in idle time an engine that has just begun
+runs one small pass of each sort, over the pool's scratch page, which belongs to no request.
 """
 
 import logging
-from itertools import product
 
 import torch
 
@@ -19,6 +18,7 @@ from kvweave.model.rows import Rows
 log = logging.getLogger(__name__)
 # a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)
 ROWS = (40, 1, 4, 8)
+MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
 
 
 class WarmUp:
@@ -27,8 +27,10 @@ class WarmUp:
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:
         self._decoder = decoder
         self._pool = pool
-        sorts = list(product((1, 2), ROWS)) if decoder.device.type == "cuda" else []
-        self._left = sorts[::-1] if has_triton() else []
+        many = min(MANY_KEYS, decoder.spec.max_context)
+        sorts = [(rows, 0) for rows in ROWS] + [(rows, many - rows) for rows in ROWS]
+        is_needed = decoder.device.type == "cuda" and has_triton()
+        self._left = sorts[::-1] if is_needed else []  # rows, tokens before them
 
     @property
     def is_over(self) -> bool:
@@ -38,9 +40,9 @@ class WarmUp:
         """The next pass, and wait for it. False: there is none."""
         if not self._left:
             return False
-        num_pages, num_rows = self._left[-1]
+        num_rows, num_before = self._left[-1]
         try:
-            self._run(num_pages, min(num_rows, self._pool.page_tokens))
+            self._run(min(num_rows, self._pool.page_tokens), num_before)
             self._left.pop()
         except Exception as error:  # whoever asks next hears of it, if it is still so
             log.warning("kernels could not be compiled ahead: %s", error)
@@ -48,11 +50,13 @@ class WarmUp:
         return True
 
     @torch.inference_mode()
-    def _run(self, num_pages: int, num_rows: int) -> None:
-        """One page is a run; the same page twice lies apart. By a decoder of its own: nobody has
-        asked for this, and who made the engine may still be using the other."""
+    def _run(self, num_rows: int, num_before: int) -> None:
+        """One page is a run; the same page again and again lies apart. By a decoder of its own:
+        nobody has asked for this, and who made the engine may still be using the other."""
         decoder = Decoder(self._decoder.spec, self._decoder.weights)
+        num_pages = -(-(num_before + num_rows) // self._pool.page_tokens)
         kv = PagedKV(self._pool, [self._pool.scratch_page] * num_pages)
-        decoder.forward([Rows([0] * num_rows, range(num_rows), kv, [num_rows - 1])])
+        positions = range(num_before, num_before + num_rows)
+        decoder.forward([Rows([0] * num_rows, positions, kv, [num_rows - 1])])
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)

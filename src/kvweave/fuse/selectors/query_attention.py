@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
-from kvweave.fuse.protocol import Projected
+from kvweave.fuse.protocol import FusionDecoder, Projected
+from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
@@ -23,6 +24,7 @@ from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_score
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.format.codec import LayerKV
 
 View = Literal["question", "preamble", "anchors", "full"]
 # Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
@@ -62,6 +64,22 @@ class QueryAttention:
             key_layers=layers,
             extras=(f"anchors:{self.anchors}",) if self.view == "anchors" else (),
         )
+
+    def begin_probe(
+        self,
+        decoder: FusionDecoder,
+        front: Sequence[LayerKV],
+        question_ids: Sequence[int],
+        start: int,
+    ) -> None:
+        """Order the probe of a question at `start` behind exact KV before its scene is there, if
+        that is all it sees and it is recorded: `layer_scores` then finds it under way."""
+        if self.view not in ("question", "preamble") or self.keys_at != "request":
+            return
+        if decoder.can_record:
+            layers = resolve_layers(self.layers, decoder.spec.num_layers)
+            shown = front if self.view == "preamble" else ()
+            recordings_of(decoder).probes.begin(decoder, question_ids, start, layers, shown)
 
     def select(self, scene: Scene, count: int) -> Tensor:
         return self.ranked(scene, (count,))[0]
