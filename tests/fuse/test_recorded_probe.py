@@ -126,6 +126,17 @@ def test_a_probe_that_was_ordered_ahead_is_played_once(
 
 @pytest.mark.usefixtures("without_cuda")
 @torch.inference_mode()
+def test_a_kind_that_was_asked_once_is_recorded_in_idle_time(decoder: Decoder) -> None:
+    recordings = ProbeRecordings()
+    assert not recordings.record_ahead(decoder)
+    assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is None
+    assert recordings.record_ahead(decoder)
+    assert not recordings.record_ahead(decoder), "all are recorded"
+    assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is not None
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
 @pytest.mark.parametrize("differs", ["ids", "first", "front"])
 def test_what_was_ordered_ahead_is_given_to_no_other_question(
     decoder: Decoder, differs: str

@@ -86,8 +86,9 @@ class Lifecycle:
         return not (self.sequences or under_way)
 
     def work_ahead(self) -> bool:
-        """There is nothing to compute. While there is no request either, kernels are compiled ahead
-        of their use, and exact KV is copied ahead of its leaving the pool. False: not at once."""
+        """There is nothing to compute. While there is no request either, kernels are compiled and
+        steps recorded ahead of their use, and exact KV is copied ahead of its leaving the pool.
+        False: there is nothing more to do at once."""
         if self.sequences:
             return False
         if self._warm_up.step():

@@ -54,6 +54,10 @@ class Runner:
         """What could not be recorded of decoding. Any thread."""
         return [] if self._recorded is None else self._recorded.refusals
 
+    def record_ahead(self) -> bool:
+        """Record a sort of step that was computed before, between two steps. False: none left."""
+        return self._recorded is not None and self._recorded.record_ahead()
+
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
         """Compute the rows of all slices. An error is in the result of the slice that caused it.
         Raises StepGivenUp where the decoder's `on_layer` does."""

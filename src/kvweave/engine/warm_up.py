@@ -1,15 +1,20 @@
-"""Kernels for a GPU are compiled before somebody waits for them.
+"""What requests on a GPU would wait for once is made in idle time: kernels and recordings.
 
 Triton compiles a kernel when it is launched for the first time, which takes up to some seconds
 (later starts find it on disk). How many rows a step has, how many keys they see and whether their
 pages lie side by side decides which kernels it launches: in idle time an engine that has just begun
 runs one small pass of each sort, over the pool's scratch page, which belongs to no request.
+
+Later idle moments are for recordings (CUDA graphs) of what requests have needed once: they come
+back, and the next one need not wait for it.
 """
 
 import logging
 
 import torch
 
+from kvweave.engine.runner import Runner
+from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.dispatch import has_triton
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -22,11 +27,12 @@ MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
 
 
 class WarmUp:
-    """The passes that are left. For the thread that owns the device."""
+    """What is left to be made. For the thread that owns the device."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, runner: Runner) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._runner = runner
         many = min(MANY_KEYS, decoder.spec.max_context)
         sorts = [(rows, 0) for rows in ROWS] + [(rows, many - rows) for rows in ROWS]
         is_needed = decoder.device.type == "cuda" and has_triton()
@@ -34,12 +40,21 @@ class WarmUp:
 
     @property
     def is_over(self) -> bool:
+        """Whether all kernels of plain steps are compiled."""
         return not self._left
 
     def step(self) -> bool:
-        """The next pass, and wait for it. False: there is none."""
-        if not self._left:
+        """Make one thing more, and wait for it. False: there is nothing to make."""
+        if self._left:
+            self._compile()
+            return True
+        if not self._decoder.can_record:
             return False
+        return self._runner.record_ahead() or recordings_of(self._decoder).record_ahead(
+            self._decoder
+        )
+
+    def _compile(self) -> None:
         num_rows, num_before = self._left[-1]
         try:
             self._run(min(num_rows, self._pool.page_tokens), num_before)
@@ -47,7 +62,6 @@ class WarmUp:
         except Exception as error:  # whoever asks next hears of it, if it is still so
             log.warning("kernels could not be compiled ahead: %s", error)
             self._left.clear()
-        return True
 
     @torch.inference_mode()
     def _run(self, num_rows: int, num_before: int) -> None:

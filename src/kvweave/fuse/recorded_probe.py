@@ -1,8 +1,9 @@
 """The question behind nothing but the preamble, or alone, recorded once as a CUDA graph.
 
 A probe of some dozen rows is over before the host has given its orders: some hundred launches. They
-are the same for every question of about that length, so the second one is recorded and every later
-one is a single order. Rows are filled up to a multiple; rows behind a row never change it.
+are the same for every question of about that length: they are recorded behind the first one, in
+idle time, or for the second one, and every later one is a single order. Rows are filled up to a
+multiple; rows behind a row never change it.
 
 Shapes: U question rows, P preamble tokens, Hq query heads, Hk KV heads, D head dim.
 """
@@ -143,11 +144,22 @@ class ProbeRecordings:
                 self._recordings.popitem(last=False)
             return None
         self._recordings.move_to_end(key)
-        recording = self._recordings[key]
-        if recording is None:
-            recording = self.refusals.attempt(key.num_rows, partial(self._record, decoder, key))
-            self._recordings[key] = recording
+        recording = self._recordings[key] or self._recorded(decoder, key)
         return None if recording is None else recording.play(ids, first, front)
+
+    def record_ahead(self, decoder: FusionDecoder) -> bool:
+        """Record a kind of question that was asked before. False: there is none, or it cannot
+        be."""
+        for kind, made in self._recordings.items():
+            if made is None and not self.refusals.is_paused(kind.num_rows):
+                self._under_way = None
+                return self._recorded(decoder, kind) is not None
+        return False
+
+    def _recorded(self, decoder: FusionDecoder, kind: ProbeKind) -> ProbeRecording | None:
+        made = self.refusals.attempt(kind.num_rows, partial(self._record, decoder, kind))
+        self._recordings[kind] = made
+        return made
 
     @property
     def kept(self) -> dict[ProbeKind, bool]:
