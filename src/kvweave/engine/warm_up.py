@@ -3,16 +3,18 @@
 Triton compiles a kernel when it is launched for the first time, which takes up to some seconds
 (later starts find it on disk). How many rows a step has, how many keys they see and whether their
 pages lie side by side decides which kernels it launches: in idle time an engine that has just begun
-runs one small pass of each sort, over the pool's scratch page, which belongs to no request.
+runs one small pass of each sort, over pages that belong to no request.
 
 Later idle moments are for recordings (CUDA graphs) of what requests have needed once: they come
 back, and the next one need not wait for it.
 """
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
+from kvweave.engine.pages import PageAllocator
 from kvweave.engine.runner import Runner
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.dispatch import has_triton
@@ -29,12 +31,16 @@ MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
 class WarmUp:
     """What is left to be made. For the thread that owns the device."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, runner: Runner) -> None:
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, allocator: PageAllocator, runner: Runner
+    ) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._allocator = allocator
         self._runner = runner
         many = min(MANY_KEYS, decoder.spec.max_context)
-        sorts = [(rows, 0) for rows in ROWS] + [(rows, many - rows) for rows in ROWS]
+        sorts = [(rows, 0) for rows in ROWS]
+        sorts += [(rows, many - rows) for rows in ROWS if rows < many]
         is_needed = decoder.device.type == "cuda" and has_triton()
         self._left = sorts[::-1] if is_needed else []  # rows, tokens before them
 
@@ -57,19 +63,25 @@ class WarmUp:
     def _compile(self) -> None:
         num_rows, num_before = self._left[-1]
         try:
-            self._run(min(num_rows, self._pool.page_tokens), num_before)
+            if num_before:  # the same page again and again lies apart
+                self._run(num_rows, num_before, [self._pool.scratch_page])
+            elif pages := self._allocator.take_run(-(-num_rows // self._pool.page_tokens)):
+                try:
+                    self._run(num_rows, 0, pages)
+                finally:
+                    self._allocator.release(pages)
             self._left.pop()
         except Exception as error:  # whoever asks next hears of it, if it is still so
             log.warning("kernels could not be compiled ahead: %s", error)
             self._left.clear()
 
     @torch.inference_mode()
-    def _run(self, num_rows: int, num_before: int) -> None:
-        """One page is a run; the same page again and again lies apart. By a decoder of its own:
-        nobody has asked for this, and who made the engine may still be using the other."""
+    def _run(self, num_rows: int, num_before: int, pages: Sequence[int]) -> None:
+        """By a decoder of its own: nobody has asked for this, and who made the engine may still be
+        using the other."""
         decoder = Decoder(self._decoder.spec, self._decoder.weights)
         num_pages = -(-(num_before + num_rows) // self._pool.page_tokens)
-        kv = PagedKV(self._pool, [self._pool.scratch_page] * num_pages)
+        kv = PagedKV(self._pool, [*pages] * (num_pages // len(pages)))
         positions = range(num_before, num_before + num_rows)
         decoder.forward([Rows([0] * num_rows, positions, kv, [num_rows - 1])])
         if decoder.device.type == "cuda":

@@ -71,7 +71,7 @@ def fuse(
         mask=strategy.mask,
     )
     on_gpu = decoder.device.type == "cuda"
-    best = _best(passed.logits) if on_gpu else None  # ordered before the device is waited for
+    best = _best(passed.logits) if on_gpu else None  # on its way before the device is waited for
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     work = work_of(stitched, strategy, selected, passed.rows_per_layer)
     if meanwhile is not None:
@@ -101,12 +101,16 @@ def fuse(
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The highest of logits [V] and its token, [2]: float64 has room for any token id."""
+    """The highest of logits [V] and its token, [2]: float64 has room for any token id. In host
+    memory, when the device has got there."""
     best = logits.max(dim=-1)  # one that is no number, where there are some
-    return torch.stack((best.values.double(), best.indices.double()))
+    both = torch.stack((best.values.double(), best.indices.double()))
+    on_host = torch.empty(2, dtype=torch.float64, pin_memory=logits.is_cuda)
+    return on_host.copy_(both, non_blocking=True)
 
 
 def _token_of(best: Tensor) -> int | None:
+    """The token, if there are numbers. The device has got there."""
     value, token_id = best.tolist()
     return int(token_id) if math.isfinite(value) else None
 

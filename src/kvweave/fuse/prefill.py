@@ -182,7 +182,7 @@ class StoredPrompt:
             # on its way before the rest is looked at: the choice of rows waits for nothing else
             num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
             start = len(frame.exact.token_ids) + num_chunk_tokens
-            selector.begin_probe(decoder, frame.exact.layers, frame.question_ids, start)
+            selector.begin_probe(decoder, frame.exact, frame.question_ids, start)
 
         def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> Fused:
             def meanwhile(recomputed: Sequence[int]) -> None:

@@ -13,9 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.probe import (
+    ContextView,
+    FrontView,
+    LaidContext,
+    ProbedLayer,
+    begin_probe,
+    probe,
+)
 from kvweave.fuse.protocol import FusionDecoder, Projected
-from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
@@ -24,7 +31,6 @@ from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_score
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.format.codec import LayerKV
 
 View = Literal["question", "preamble", "anchors", "full"]
 # Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
@@ -66,20 +72,14 @@ class QueryAttention:
         )
 
     def begin_probe(
-        self,
-        decoder: FusionDecoder,
-        front: Sequence[LayerKV],
-        question_ids: Sequence[int],
-        start: int,
+        self, decoder: FusionDecoder, front: Prefix, question_ids: Sequence[int], start: int
     ) -> None:
-        """Order the probe of a question at `start` behind exact KV before its scene is there, if
-        that is all it sees and it is recorded: `layer_scores` then finds it under way."""
-        if self.view not in ("question", "preamble") or self.keys_at != "request":
-            return
-        if decoder.can_record:
+        """Order the probe of a question at `start` before its scene is there, if it is recorded and
+        exact KV in front is all that it sees: `layer_scores` then finds it under way."""
+        if self.view in ("question", "preamble") and self.keys_at == "request":
+            view = FrontView(front.layers if self.view == "preamble" else ())
             layers = resolve_layers(self.layers, decoder.spec.num_layers)
-            shown = front if self.view == "preamble" else ()
-            recordings_of(decoder).probes.begin(decoder, question_ids, start, layers, shown)
+            begin_probe(decoder, question_ids, start, view, layers)
 
     def select(self, scene: Scene, count: int) -> Tensor:
         return self.ranked(scene, (count,))[0]
