@@ -93,9 +93,12 @@ class Bench:
             tokens, ttft_s, said.search_ms / 1e3, open_s, said.guesses, said.wasted_tokens
         )
 
-    def level(self, named: str, questions: Sequence[str], learnt: Iterable[Learnt]) -> Row:
-        """All modes, question by question. `learnt` are searches that "auto" has seen before;
-        `named` keeps this level's prompts apart from others'. The first question warms up."""
+    def level(
+        self, named: str, questions: Sequence[str], learnt: Iterable[Learnt], rounds: int = 1
+    ) -> Row:
+        """All modes, question by question, so many times. `learnt` are searches that "auto" has
+        seen before; `named` keeps this level's prompts apart from others', and each round's are
+        apart from those of the rounds before. The first question warms up."""
         kb, device = cast(KnowledgeBase, self.kb), self.device
         paces = {mode: Paces() for mode in MODES}
         by_mode = {
@@ -105,10 +108,11 @@ class Bench:
         for each in learnt:
             paces["auto"].search.searched(each.seconds, each.lists, len(each.lists))
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
-        for number, question in enumerate(questions):
+        again = [(r, question) for r in range(rounds) for question in questions[bool(r) :]]
+        for number, (r, question) in enumerate(again):
             first = number % len(MODES)  # what comes first pays for what the others find ready
             for mode in (*MODES[first:], *MODES[:first]):
-                one = self.ask(by_mode[mode], question, f"{named} {mode}")
+                one = self.ask(by_mode[mode], question, f"{named} {r} {mode}")
                 if number:
                     got[mode].append(one)
         return summary(got)
@@ -118,6 +122,9 @@ def summary(got: dict[str, list[Measured]]) -> Row:
     def mean_ms(mode: str, name: str) -> float:
         return statistics.fmean(getattr(one, name) for one in got[mode]) * 1e3
 
+    def p50_ms(mode: str) -> float:
+        return statistics.median(one.ttft_s for one in got[mode]) * 1e3
+
     plain_ms = mean_ms("off", "search_s")
     prefill_ms = mean_ms("off", "ttft_s") - plain_ms
     row: Row = {"search_ms": round(plain_ms, 1), "prefill_ms": round(prefill_ms, 1)}
@@ -125,8 +132,10 @@ def summary(got: dict[str, list[Measured]]) -> Row:
         open_ms = mean_ms(mode, "open_s")
         row[mode] = {
             "ttft_ms": round(mean_ms(mode, "ttft_s"), 1),
-            "ttft_p50_ms": round(statistics.median(o.ttft_s for o in got[mode]) * 1e3, 1),
+            "ttft_p50_ms": round(p50_ms(mode), 1),
+            "ttft_max_ms": round(max(o.ttft_s for o in got[mode]) * 1e3, 1),
             "times": round(mean_ms("off", "ttft_s") / mean_ms(mode, "ttft_s"), 3),
+            "times_p50": round(p50_ms("off") / p50_ms(mode), 3),
             "search_ms": round(mean_ms(mode, "search_s"), 1),
             "not_overlapped_ms": round(open_ms, 1),
             "cut": round(plain_ms / open_ms, 2),

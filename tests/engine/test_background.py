@@ -71,7 +71,7 @@ def test_who_arrives_waits_for_no_more_than_one_short_step(decoder: Decoder) -> 
         assert list(ticket) == alone(decoder, new)
         assert list(behind) == alone(decoder, idle)
         engine.run_alone(engine.check_integrity)
-        assert engine.stats()["background_gave_way"] == 1
+        assert engine.stats()["steps_given_up"] == 1
     with_it = [[5], [32], [8], [1], [1], [1], [5], [5], [5], [2], [1], [1]]
     assert steps.rows == with_it, "the first is given up, and taken again"
 
@@ -100,7 +100,7 @@ def test_a_step_in_idle_time_is_given_up_behind_a_layer(decoder: Decoder) -> Non
         assert list(tickets[2]) == alone(decoder, new)
         assert list(tickets[0]) == alone(decoder, idle)
         assert list(tickets[1]) == alone(decoder, other)
-        assert engine.stats()["background_gave_way"] == 1
+        assert engine.stats()["steps_given_up"] == 1
         assert engine.stats()["requests_failed"] == engine.stats()["background_failed"] == 0
         engine.run_alone(engine.check_integrity)
     assert steps.rows[:4] == [[5], [5], [32], [8]], "the second step was given up"

@@ -92,6 +92,7 @@ def test_fused_prompts_on_a_random_schedule_are_answered_as_alone(world: World, 
         step_rows=rng.choice([2, 5, 50]),
         alone_rows=rng.choice([3, 32]),
         guess_rows=rng.choice([2, 40]),
+        guess_alone_rows=40 if seed % 2 else None,
         pool_tokens=4 * rng.choice([20, 40, 256]),
     )
     wanted: list[tuple[Ticket, EngineRequest]] = []

@@ -159,6 +159,20 @@ def test_the_second_step_of_a_size_is_played_and_fills_up_into_the_scratch_page(
     assert not torch.equal(pool.keys[:, -1], plainly.keys[:, -1]), "padding wrote somewhere else"
 
 
+def test_a_size_that_was_seen_once_is_recorded_in_idle_time(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernels(monkeypatch)
+    pool = make_pool(decoder)
+    recorded = RecordedDecode(decoder, pool, 64)
+    assert not recorded.record_ahead(), "nothing was asked for"
+    assert recorded.play([decoding(pool, [3], 2, 41)]) is None
+    assert recorded.record_ahead()
+    assert recorded.sizes == [1]
+    assert not recorded.record_ahead(), "all of it is recorded"
+    assert recorded.play([decoding(pool, [3], 2, 41)]) is not None
+
+
 def test_a_step_of_more_rows_than_allowed_is_not_recorded(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 from kvweave.fuse import layer_steps, probe
 from kvweave.fuse.layer_steps import PlainSteps, steps_of
 from kvweave.fuse.recorded_layers import (
-    KEPT,
     MOST_ROWS,
     GraphRecorder,
     LayerRecordings,
@@ -143,12 +142,48 @@ def test_rows_are_filled_up_to_a_multiple_of_16_or_64() -> None:
     assert padded_rows(0) is None
 
 
-def test_only_so_many_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[Again]) -> None:
+def test_all_numbers_of_rows_are_kept(decoder: Decoder, recorder: type[Again]) -> None:
     recordings = LayerRecordings(recorder)
-    for count in [*range(16, 129, 16), *range(192, 192 + 64 * KEPT, 64)]:
+    for count in range(1, MOST_ROWS + 1, 16):
         assert recordings.begin(decoder, torch.zeros(count, decoder.spec.hidden_dim)) is not None
-    assert len(recordings.kept) == KEPT
-    assert 16 not in recordings.kept
+    assert len(recordings.kept) == 38
+
+
+@torch.inference_mode()
+def test_what_was_computed_once_is_recorded_in_idle_time(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    recordings, num_layers = LayerRecordings(recorder), decoder.spec.num_layers
+    attended = [torch.randn(5, decoder.spec.num_heads, decoder.spec.head_dim) for _ in range(9)]
+    assert not recordings.record_ahead(decoder), "nothing was asked for"
+    h = torch.randn(5, decoder.spec.hidden_dim)
+    want = climb(begun(recordings, decoder, h), num_layers, attended)
+    assert recordings.kept == {16: 0}, "the first one computes plainly"
+    while recordings.record_ahead(decoder):
+        pass
+    assert recordings.kept == {16: num_layers}
+    found = climb(begun(recordings, decoder, h), num_layers, attended)
+    assert recorder.recorded == recorder.played == num_layers
+    for mine, theirs in zip(found, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def begun(recordings: LayerRecordings, decoder: Decoder, h: Tensor) -> RecordedSteps:
+    steps = recordings.begin(decoder, h.clone())
+    assert steps is not None
+    return steps
+
+
+def test_what_cannot_be_recorded_is_not_tried_again_in_idle_time(decoder: Decoder) -> None:
+    def fails(*_: object) -> Again:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    recordings = LayerRecordings(fails)
+    begun(recordings, decoder, torch.zeros(5, decoder.spec.hidden_dim))
+    assert not recordings.record_ahead(decoder)
+    assert recordings.refusals.num_tried == 1
+    assert not recordings.record_ahead(decoder)
+    assert recordings.refusals.num_tried == 1
 
 
 def test_steps_that_lost_their_buffers_to_another_pass_say_so(

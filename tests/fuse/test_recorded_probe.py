@@ -4,14 +4,20 @@ What CUDA does is left out: here it is only told when recording begins. See test
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from weakref import ref
 
 import pytest
 import torch
 
-from kvweave.fuse.recorded_probe import MOST_FRONT, ProbeKind, ProbeRecording, ProbeRecordings
+from kvweave.fuse.recorded_probe import (
+    MOST_FRONT,
+    Found,
+    ProbeKind,
+    ProbeRecording,
+    ProbeRecordings,
+)
 from kvweave.kernels import recording
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
@@ -84,6 +90,68 @@ def test_a_recording_shows_the_preamble_it_is_given_and_keeps_none_alive(decoder
     gone = ref(other[0].k)
     del other
     assert gone() is None
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_a_probe_that_was_ordered_ahead_is_played_once(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[Sequence[int]] = []
+    play = ProbeRecording.play
+
+    def counted(
+        self: ProbeRecording, ids: Sequence[int], first: int, front: Sequence[LayerKV]
+    ) -> Found:
+        played.append(ids)
+        return play(self, ids, first, front)
+
+    monkeypatch.setattr(ProbeRecording, "play", counted)
+    recordings, front = ProbeRecordings(), make_front(decoder, 7)
+    recordings.begin(decoder, [5, 6, 7], 7, [2], front)
+    assert not recordings.kept, "what is not recorded is not ordered ahead"
+    for _ in range(2):
+        recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    assert played == [[5, 6, 7]]
+    want = recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    recordings.begin(decoder, [5, 6, 7], 7, [2], front)
+    found = recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    assert len(played) == 3, "the last one found it under way"
+    assert want is not None
+    assert found is not None
+    assert torch.equal(found[2][0], want[2][0])
+    recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    assert len(played) == 4, "and took it"
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_a_kind_that_was_asked_once_is_recorded_in_idle_time(decoder: Decoder) -> None:
+    recordings = ProbeRecordings()
+    assert not recordings.record_ahead(decoder)
+    assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is None
+    assert recordings.record_ahead(decoder)
+    assert not recordings.record_ahead(decoder), "all are recorded"
+    assert recordings.probe(decoder, [5, 6, 7], 0, [1]) is not None
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+@pytest.mark.parametrize("differs", ["ids", "first", "front"])
+def test_what_was_ordered_ahead_is_given_to_no_other_question(
+    decoder: Decoder, differs: str
+) -> None:
+    recordings, front = ProbeRecordings(), make_front(decoder, 7)
+    for _ in range(2):
+        recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    ids = [5, 6, 8] if differs == "ids" else [5, 6, 7]
+    first = 9 if differs == "first" else 7
+    other = make_front(decoder, 7) if differs == "front" else front
+    recordings.begin(decoder, [5, 6, 7], 7, [2], front)
+    ahead = recordings._under_way
+    assert ahead is not None
+    assert recordings.probe(decoder, ids, first, [2], other) is not ahead.found
+    assert recordings._under_way is None
 
 
 def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(

@@ -4,6 +4,8 @@ import gc
 import logging
 import mmap
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -185,3 +187,58 @@ def test_giving_back_twice_is_a_bug_that_shows() -> None:
     arena.give_back(start)
     with pytest.raises(KeyError):
         arena.give_back(start)
+
+
+def test_the_locker_ends_when_it_is_told_and_waits_for_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime(failures=0)
+    use(runtime, monkeypatch)
+    begun, slow, unlocked = threading.Event(), threading.Event(), threading.Event()
+
+    def unregister(address: int) -> int:
+        begun.set()
+        slow.wait(5)
+        unlocked.set()
+        return 0
+
+    monkeypatch.setattr(runtime, "cudaHostUnregister", unregister)
+    locker = memory_module._Locker()
+    locker.close()  # nothing was locked: there is no thread
+    assert locker.register(4096, 64)
+    for _ in range(2):
+        locker.bury(4096, mmap.mmap(-1, 4096))
+    assert begun.wait(5)
+    closing = threading.Thread(target=locker.close)
+    closing.start()
+    assert becomes_true(lambda: locker._closed)
+    assert not locker.register(4096, 64), "nothing is locked any more"
+    assert closing.is_alive(), "it waits"
+    slow.set()
+    closing.join(5)
+    assert not closing.is_alive()
+    assert unlocked.is_set()
+    locker.close()
+
+
+def test_an_interpreter_ends_its_locker() -> None:
+    """Memory that goes with the interpreter is still being unlocked then: a thread that comes back
+    from CUDA to no interpreter would abort the process."""
+    code = (
+        "import time, torch\n"
+        "from kvweave.kv.memory import new_memory\n"
+        "class Runtime:\n"
+        "    def cudaHostRegister(self, *_): return 0\n"
+        "    def cudaHostUnregister(self, _):\n"
+        "        time.sleep(0.2)\n"
+        "        print('unlocked', flush=True)\n"
+        "        return 0\n"
+        "torch.cuda.cudart = Runtime\n"
+        "torch.cuda.current_stream = lambda: None\n"
+        "kept = [new_memory(1 << 20, pinned=True) for _ in range(3)]\n"
+        "del kept[0]\n"
+        "time.sleep(0.05)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "unlocked\n", "what was under way"

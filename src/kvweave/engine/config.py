@@ -20,8 +20,9 @@ ON_DEVICE = {
     "guess_rows": 512,
     "background_rows": 256,
 }
+GUESS_ALONE_ROWS = 8192  # on everything else
 SharedCodec = Literal["raw", "int8"]
-AT_LEAST_ONE = (*ON_CPU, "max_running")
+AT_LEAST_ONE = (*ON_CPU, "guess_alone_rows", "max_running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,12 @@ class EngineConfig:
         None  # of a step while a sequence decodes: bounds the gap between tokens
     )
     alone_rows: int | None = None  # of a step while none does
-    guess_rows: int | None = None  # of a speculation in one step
-    # of a step in idle time: an arrival waits for one of these, on a CPU for a layer of it
-    background_rows: int | None = None
+    guess_rows: int | None = None  # of a speculation in one step with others
+    guess_alone_rows: int | None = None  # in one that has nothing but speculations; None: as many,
+    # on a GPU all. If these are more, such a step is given up between two layers when others come
+    background_rows: int | None = (
+        None  # of a step in idle time: who arrives waits for a layer of it
+    )
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
@@ -79,10 +83,15 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     (docs/gpu.md); a CPU has small ones, of which less is copied. Steps: a slice of 256 rows leaves
     most of a GPU idle. Speculations: one that turns out wrong ends between two steps, so its steps
     should be as short as the device computes without waste (128 rows on a CPU, where 64 take half
-    as long again). Background steps: shorter still, because a request that arrives waits for one;
-    that they cost more per row does not matter in idle time. Raises ConfigError if the pool does
-    not hold a page of the size chosen here.
+    as long again). A GPU is told of 1,000 rows as fast as of 512: alone there, a whole prompt is
+    one step, which can end between two layers. Background steps: shorter still, because a request
+    that arrives waits for one; that they cost more per row does not matter in idle time. Raises
+    ConfigError if the pool does not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE
     left: dict[str, Any] = {k: n for k, n in values.items() if getattr(cfg, k) is None}
+    if cfg.guess_alone_rows is None:
+        is_open = cfg.guess_rows is None and device_type != "cpu"
+        rows = cfg.guess_rows or values["guess_rows"]
+        left["guess_alone_rows"] = GUESS_ALONE_ROWS if is_open else rows
     return replace(cfg, **left)

@@ -15,6 +15,7 @@ from typing import TypeVar
 from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.fused_step import ChunkLoader
+from kvweave.engine.giving_way import AHEAD
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.page_manager import PageManager, make_pool
@@ -25,6 +26,7 @@ from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
+from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
 from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
@@ -46,7 +48,8 @@ class Engine:
     """Computes requests of one model. Close it, or use it as a context manager.
 
     Any thread calls it, unless a method says otherwise. The engine thread (`worker.py`) starts with
-    the first work and ends when there was none for a while: an idle engine costs nothing.
+    the first work (on a GPU, compiling what requests will need) and ends when there was none for a
+    while: an idle engine costs nothing.
     """
 
     def __init__(
@@ -77,8 +80,15 @@ class Engine:
         self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks, decoder.turn)
         self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
+        self._warm_up = WarmUp(decoder, pool, self._allocator, runner)
         self._lifecycle = Lifecycle(
-            decoder, self._scheduler, self._pages, self._prefixes, self._loader, self._chunks
+            decoder,
+            self._scheduler,
+            self._pages,
+            self._prefixes,
+            self._loader,
+            self._warm_up,
+            self._chunks,
         )
         self._worker = Worker(
             self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
@@ -90,6 +100,8 @@ class Engine:
             *recordings_of(decoder).refusals,  # of what fused prompts play
             *runner.refusals,
         ]
+        if not self._warm_up.is_over:
+            self._worker.post(lambda: None)  # wakes the thread
 
     # ---- any thread
 
@@ -165,6 +177,7 @@ class Engine:
             "background": len(scheduler.background),
             "preemptions": scheduler.preemptions,
             "steps_parted": self._runner.num_parted,
+            "steps_given_up": self._worker.num_given_up,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._prefixes.copy_stats(),
@@ -172,6 +185,12 @@ class Engine:
             **count_refusals(self._refusals),
             **self._lifecycle.counts.snapshot(),
         }
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the kernels of plain steps are compiled: on a GPU the first idle moments are for
+        that."""
+        return self._warm_up.is_over
 
     @property
     def is_tree_full(self) -> bool:
@@ -199,6 +218,17 @@ class Engine:
         )
         new = (item for item in self._inbox.peek() if isinstance(item, Ticket))
         return prompts + sum(_counts(ticket) and ticket not in sequences for ticket in new)
+
+    def guess_boundary_s(self, row_s: float, prefill_s: float) -> float:
+        """How long a wrong guess stands in the way, where a prompt and a row of it take so long: a
+        step of it, or the layers that were ordered when it is given up."""
+        cfg = self.cfg
+        assert cfg.guess_rows is not None, "a config for a device says how long steps are"
+        assert cfg.guess_alone_rows is not None, "alone, too"
+        step_s = row_s * cfg.guess_rows
+        if cfg.guess_alone_rows <= cfg.guess_rows:
+            return step_s
+        return min(step_s, prefill_s * (1 + AHEAD) / self._decoder.spec.num_layers)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all books balance. On the engine thread: see `run_alone`."""

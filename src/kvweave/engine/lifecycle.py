@@ -31,8 +31,9 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.sampling import Sampler
 from kvweave.engine.scheduler import Progress, Scheduler
-from kvweave.engine.sequence import EngineSequence
+from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
+from kvweave.engine.warm_up import WarmUp
 from kvweave.errors import NoDeviceMemory, NoNumbers, PromptTooLong, RequestError
 from kvweave.fuse.prefill import Prefilled, StoredPrompt
 from kvweave.fuse.record import FuseRecord
@@ -62,9 +63,11 @@ class Lifecycle:
         pages: PageManager,
         prefixes: ExactPrefixes,
         loader: ChunkLoader,
+        warm_up: WarmUp,
         chunks: ChunkPages | None = None,
     ) -> None:
         self._decoder = decoder
+        self._warm_up = warm_up
         self._chunks = chunks
         self._scratch = ScratchMemory(decoder.spec, decoder.dtype, decoder.device)
         self._scheduler = scheduler
@@ -82,11 +85,16 @@ class Lifecycle:
         under_way = self._loader.is_loading or self._prefixes.is_offloading
         return not (self.sequences or under_way)
 
-    def work_ahead(self) -> None:
-        """There is nothing to compute. While there is no request either, exact KV is copied ahead
-        of its leaving the pool."""
-        if not self.sequences:
-            self._prefixes.replicate_some()
+    def work_ahead(self) -> bool:
+        """There is nothing to compute. While there is no request either, kernels are compiled and
+        steps recorded ahead of their use, and exact KV is copied ahead of its leaving the pool.
+        False: there is nothing more to do at once."""
+        if self.sequences:
+            return False
+        if self._warm_up.step():
+            return True
+        self._prefixes.replicate_some()
+        return False
 
     def hear(self, news: News) -> None:
         """Something was posted to the engine thread."""
@@ -257,7 +265,8 @@ class Lifecycle:
         if sequence.ticket.record is None:
             sequence.ticket.record = sequence.fuse_record
         if sequence.progress.known == sequence.prompt_len:  # else preempted while it answered
-            self._answer(sequence, prefilled.logits)
+            greedy = is_plainly_greedy([sequence])
+            self._answer(sequence, prefilled.logits, prefilled.likeliest if greedy else None)
 
     def _offer(self, sequence: EngineSequence) -> None:
         taken = self._pages.offer(sequence)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.engine.giving_way import StepGivenUp
 from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.kernels.host import on_device
@@ -19,10 +20,6 @@ from kvweave.model.rows import Rows, wanted_rows
 log = logging.getLogger(__name__)
 NO_NUMBER = -1  # instead of the likeliest token, where the logits are no numbers
 SequenceSlice = StepSlice[EngineSequence]
-
-
-class GaveWay(Exception):
-    """A step was given up between two layers, because something else must run first."""
 
 
 class SliceResult(NamedTuple):
@@ -57,9 +54,13 @@ class Runner:
         """What could not be recorded of decoding. Any thread."""
         return [] if self._recorded is None else self._recorded.refusals
 
+    def record_ahead(self) -> bool:
+        """Record a sort of step that was computed before, between two steps. False: none left."""
+        return self._recorded is not None and self._recorded.record_ahead()
+
     def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
-        """Compute the rows of all slices. An error is in the result of the slice that caused it;
-        GaveWay, from whoever hears of layers, is raised."""
+        """Compute the rows of all slices. An error is in the result of the slice that caused it.
+        Raises StepGivenUp where the decoder's `on_layer` does."""
         started_s = time.perf_counter()
         results = self._run(slices, self._recorded)
         return StepOutput(results, time.perf_counter() - started_s)
@@ -71,7 +72,7 @@ class Runner:
         run twice; they write what they wrote before."""
         try:
             return self._forward(slices, recorded)
-        except GaveWay:
+        except StepGivenUp:
             raise
         except Exception as error:
             if len(slices) == 1:

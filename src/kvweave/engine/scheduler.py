@@ -7,8 +7,12 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
     1  sequences that are one row short (decode) come first, so that answers flow
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
        all others and a few rows at a time, because a wrong one can only end between two steps.
+       Where nothing else is to be computed they may have more, if the config says so: a step that
+       has nothing but speculations then gives way between two layers (`giving_way.py`).
        A slice may be longer than what is left by rows that cannot be cut, once per step
-    3  then those that wait, while there is room for their whole prompt
+    3  then those that wait, while there is room for their whole prompt. One that wants a step of
+       its own has it next, and another right behind it while all these have fewer rows than a step
+       beside answers may have
     4  if none of these has a row: one in the background, in short steps, the first to come
 
 Tenants share all of this: whose turn it is comes before which of their sequences it is
@@ -282,6 +286,8 @@ class Scheduler(Generic[S]):
         assert cfg.step_rows is not None, "and how long steps"
         assert cfg.alone_rows is not None, "in both cases"
         assert cfg.background_rows is not None, "and in idle time"
+        self._guess_rows = cfg.guess_rows or cfg.alone_rows
+        self._guess_alone_rows = cfg.guess_alone_rows or self._guess_rows
         self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
         self._background_rows = cfg.background_rows
         self._cfg = cfg
@@ -293,6 +299,7 @@ class Scheduler(Generic[S]):
         self.parked: list[S] = []  # speculations whose pages others needed
         self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
+        self._own_rows = 0  # of own steps since the last common one
         self.ranks = FairRanks()
 
     def add(self, sequence: S) -> None:
@@ -359,7 +366,10 @@ class Scheduler(Generic[S]):
         """The next step of all that are not in the background."""
         for one in self._foreground():
             if one.progress.own_step:  # let in by the last common step: they take turns
-                return [StepSlice(one, 0)]
+                return self._own_step(one)
+        new = self._next_in({}) if self._may_follow() else None
+        if new is not None and new.progress.own_step:
+            return self._own_step(new)
         together = [one for one in self._foreground() if one.progress.needed]
         left = self._alone_rows
         if any(one.progress.needed == 1 for one in together):
@@ -368,7 +378,8 @@ class Scheduler(Generic[S]):
         parts = self._parts(together, left)
         for one in sorted(together, key=_turn):
             tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
-            rows = self._share(one, min(left, parts.get(tenant, left)) if is_prompt else left)
+            most = min(left, parts.get(tenant, left)) if is_prompt else left
+            rows = self._share(one, most, rows_of)
             if rows and one in self.running and self._make_room(one, rows, rows_of):
                 rows_of[one] = rows
                 left = max(0, left - rows)
@@ -377,11 +388,24 @@ class Scheduler(Generic[S]):
         while left and (new := self._next_in(rows_of)) is not None:
             if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
-                    return [StepSlice(new, 0)]
+                    return self._own_step(new)
                 break
-            rows_of[new] = self._share(new, left)
+            rows_of[new] = self._share(new, left, rows_of)
             left -= rows_of[new]
+        self._own_rows = 0
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
+
+    def _own_step(self, sequence: S) -> list[StepSlice[S]]:
+        self._own_rows += self._pages.lengths(sequence)[1]
+        return [StepSlice(sequence, 0)]
+
+    def _may_follow(self) -> bool:
+        """Whether one own step may follow another at once: together they are no longer than a
+        common step may be, and it is the turn of one that wants such a step."""
+        if not 0 < self._own_rows < self._step_rows:
+            return False
+        best = self.waiting.best()
+        return best is not None and best.progress.own_step and not best.progress.held
 
     def _parts(self, together: Sequence[S], left: int) -> dict[str, int]:
         """Rows of a step for prompts of each tenant, where several have some; a long prompt of one
@@ -410,10 +434,22 @@ class Scheduler(Generic[S]):
         is_apart = new.progress.own_step
         return [StepSlice(new, 0 if is_apart else new.progress.share(self._background_rows))]
 
-    def _share(self, sequence: S, left: int) -> int:
-        """Rows of it in a step that has `left` of them."""
-        most = self._cfg.guess_rows if sequence.progress.held else None
-        return sequence.progress.share(left if most is None else min(left, most))
+    def _share(self, sequence: S, left: int, rows_of: dict[S, int]) -> int:
+        """Rows of it in a step that has `left` of them, besides those of others."""
+        if not sequence.progress.held:
+            return sequence.progress.share(left)
+        alone = all(_can_give_way(one) for one in (sequence, *rows_of))
+        alone = alone and all(one.progress.held for one in self.waiting.sequences())
+        most = self._guess_alone_rows if alone else self._guess_rows
+        return sequence.progress.share(min(left, most))
+
+    def gives_way(self, step: Sequence[StepSlice[S]]) -> bool:
+        """Whether a step of `next_step` is to be given up between two layers where others come: it
+        is idle time's, or has speculations alone, which may be longer than anybody should wait."""
+        if not all(_can_give_way(each.sequence) for each in step):
+            return False
+        is_set = self._guess_alone_rows > self._guess_rows
+        return is_set or all(each.sequence.progress.background for each in step)
 
     def _next_in(self, rows_of: dict[S, int]) -> S | None:
         """Let one more sequence in, if there is room for it; those in the background may have to
@@ -483,6 +519,12 @@ class Scheduler(Generic[S]):
             self.parked.append(victim)
         else:
             self.add(victim)
+
+
+def _can_give_way(sequence: Scheduled) -> bool:
+    """Nobody waits for it, and its rows may run twice: those of a fused prompt move others."""
+    progress = sequence.progress
+    return (progress.held or progress.background) and progress.sparse is None
 
 
 def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:

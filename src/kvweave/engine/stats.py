@@ -16,7 +16,6 @@ NAMES = (
     "tokens_answered",
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
     *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
-    "background_gave_way",  # steps of theirs that were given up for a request, and run again
     "prefixes_shared",  # requests held back while another computed their path, which they then read
     "kv_distrusted",  # chunks and prefixes on the device that held what is no number
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up

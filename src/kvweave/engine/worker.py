@@ -1,8 +1,7 @@
 """The engine's thread: hears the news, then takes a step, while there is work.
 
 What other threads post is heard between two steps, in order. The thread starts with the first news
-and ends when there was nothing to do for a while. A step in idle time takes long on a CPU: there it
-is given up behind the layer at hand when a request comes that somebody waits for.
+and ends when there was nothing to do for a while.
 """
 
 import logging
@@ -11,16 +10,18 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from kvweave.engine.fused_step import LoadedPrompt
+from kvweave.engine.giving_way import GivingStep, StepGivenUp, Urgency, urgency
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.request import Ticket
-from kvweave.engine.runner import GaveWay, Runner, StepOutput
-from kvweave.engine.scheduler import Scheduler, StepSlice
+from kvweave.engine.runner import Runner, SequenceSlice
+from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 
@@ -54,7 +55,8 @@ class Worker:
         self._idle_s = idle_s
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
-        self._gives_way = False  # the step at hand does, to whoever comes
+        self._giving_step: GivingStep | None = None  # set while one runs
+        self.num_given_up = 0  # steps. Any thread
         self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
         self._is_abandoned = False
 
@@ -67,11 +69,11 @@ class Worker:
 
     def beat(self) -> None:
         """The step at hand gets on. On the engine thread, after a layer of whatever is computed: a
-        whole prompt may be one step. Raises GaveWay where the step is to end here."""
+        whole prompt may be one step. Raises StepGivenUp if it is to get on no further."""
         if self._step_from_s is not None:
             self._step_from_s = time.monotonic()
-        if self._gives_way and any(map(_is_awaited, self._inbox.peek())):
-            raise GaveWay
+        if self._giving_step is not None:
+            self._giving_step.reached_layer()
 
     def abandon(self, error: BaseException) -> None:
         """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
@@ -143,37 +145,44 @@ class Worker:
     # ---- the thread
 
     def _step(self) -> bool:
-        """One round. False: there is nothing to compute."""
+        """One round. False: there is nothing to do."""
         self._hear()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
-            self._lifecycle.work_ahead()
-            return False
+            return self._lifecycle.work_ahead()
         first = slices[0].sequence
         if first.progress.own_step:
             self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
         else:
-            output = self._run(slices)
-            if output is not None:
-                self._lifecycle.hand_out(output)
+            self._run(slices)  # one forward pass for all
         return True
 
-    def _run(self, slices: Sequence[StepSlice[EngineSequence]]) -> StepOutput | None:
-        """One forward pass for all. None: it was idle time's and gave way; nothing has changed, and
-        its rows will run again."""
-        progress = slices[0].sequence.progress  # in idle time there is but one
-        self._gives_way = (
-            progress.background
-            and progress.sparse is None  # what a pass moves of a fused prompt is moved once
-            and self._runner.device.type == "cpu"
-        )
+    def _run(self, slices: Sequence[SequenceSlice]) -> None:
+        """Compute a common step and hand out what it gave, if it is not given up."""
+        tickets = [each.sequence.ticket for each in slices]
+        if self._scheduler.gives_way(slices):
+            is_wanted = partial(self._is_wanted, tickets)
+            self._giving_step = GivingStep(self._runner.device, is_wanted)
         try:
-            return self._runner.run(slices)
-        except GaveWay:
-            self._lifecycle.counts.add("background_gave_way")
-            return None
+            output = self._runner.run(slices)
+        except StepGivenUp:
+            self.num_given_up += 1
+            return
         finally:
-            self._gives_way = False
+            self._giving_step = None
+        self._lifecycle.hand_out(output)
+
+    def _is_wanted(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether a step of guesses, or of idle time, should go on: one of the guesses was right,
+        or nothing has happened that it stands in the way of."""
+        if not self._inbox:
+            return True
+        own = max(map(urgency, tickets))
+        if own is Urgency.AWAITED:
+            return True
+        if any(ticket.is_cancelled for ticket in tickets):
+            return False
+        return all(_urgency_of(news) <= own for news in self._inbox.peek())
 
     def _hear(self) -> None:
         """Take in all that was posted before."""
@@ -238,11 +247,15 @@ class Worker:
                 log.exception("a request could not give back what it held")
 
 
-def _is_awaited(news: News) -> bool:
-    """Whether somebody waits for what the engine would do next, hearing this."""
-    if isinstance(news, LoadedPrompt):
-        return not news.sequence.progress.background
-    return isinstance(news, Ticket) and not (news.request.background or news.is_done)
+def _urgency_of(news: News) -> Urgency:
+    """Of what the engine would do next, hearing this."""
+    match news:
+        case Ticket() if not (news.is_cancelled or news.is_done):
+            return urgency(news)
+        case LoadedPrompt():
+            return urgency(news.sequence.ticket)
+        case _:
+            return Urgency.IDLE_TIME
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

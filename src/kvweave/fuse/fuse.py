@@ -5,6 +5,7 @@
 The one place where selectors, before or in flight, meet the pass.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class Fused:
     """A prefilled prompt and how it was made."""
 
     logits: Tensor  # [V] of the last token
+    likeliest: int | None  # of them; None: not asked for, or they are no numbers
     recomputed: tuple[int, ...]  # hits, ascending; some may have left before the last layers
     rows_per_layer: tuple[int, ...]
     work: float  # rows through layers, the probe's included, as a share of full prefill's
@@ -42,13 +44,14 @@ def fuse(
     stitched: Stitched,
     strategy: Strategy = REUSE,
     ratio: float = 0.0,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[tuple[int, ...]], None] | None = None,
 ) -> Fused:
     """Prefill the request of `stitched` into its buffer, recomputing `ratio` of its hits.
 
     Without a selector nothing is recomputed. Ratio 1 recomputes everything, whatever the selector.
     Drift wants a selector that chooses before the pass. Raises ChunkLost as the pass does.
-    `meanwhile` is called when the pass is ordered: a device is still at it.
+    `meanwhile` is called with the hits that are recomputed when the pass is ordered: a device is
+    still at it.
     """
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
@@ -67,15 +70,18 @@ def fuse(
         drift=mover,
         mask=strategy.mask,
     )
+    on_gpu = decoder.device.type == "cuda"
+    best = _best(passed.logits) if on_gpu else None  # on its way before the device is waited for
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     work = work_of(stitched, strategy, selected, passed.rows_per_layer)
     if meanwhile is not None:
-        meanwhile()
-    if decoder.device.type == "cuda":
+        meanwhile(recomputed)
+    if on_gpu:
         torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
     finished_s = time.perf_counter()
     return Fused(
         passed.logits,
+        None if best is None else _token_of(best),
         recomputed,
         passed.rows_per_layer,
         work,
@@ -92,6 +98,21 @@ def fuse(
             scored_layers(strategy, decoder.spec.num_layers),
         ),
     )
+
+
+def _best(logits: Tensor) -> Tensor:
+    """The highest of logits [V] and its token, [2]: float64 has room for any token id. In host
+    memory, when the device has got there."""
+    best = logits.max(dim=-1)  # one that is no number, where there are some
+    both = torch.stack((best.values.double(), best.indices.double()))
+    on_host = torch.empty(2, dtype=torch.float64, pin_memory=logits.is_cuda)
+    return on_host.copy_(both, non_blocking=True)
+
+
+def _token_of(best: Tensor) -> int | None:
+    """The token, if there are numbers. The device has got there."""
+    value, token_id = best.tolist()
+    return int(token_id) if math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.prepared import Prepared, prepare, prepare_in_place
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.record import (
+    ChunkRecord,
     FuseRecord,
     Stages,
     TokenStates,
@@ -25,7 +27,7 @@ from kvweave.fuse.record import (
     exact_chunk_records,
 )
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
-from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
+from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE, QueryAttention
 from kvweave.fuse.shared_chunks import (
     LayerScratch,
     PromptRoom,
@@ -64,14 +66,27 @@ class Prefilled(NamedTuple):
     """A prefilled prompt, and how it came about."""
 
     logits: Tensor  # [V] of the last token
+    likeliest: int | None  # of them; None: not asked for, or they are no numbers
     record: FuseRecord
+
+
+class RecordParts(NamedTuple):
+    """What a record says of chunks and tokens: known as soon as the pass is ordered."""
+
+    states: TokenStates
+    chunks: tuple[ChunkRecord, ...]
+    loaded_bytes: dict[str, int]
+
+
+# a prompt to compute, and who hears which hits are recomputed, if that is said on the way
+Attempt = Callable[[FuseRequest, Callable[[Sequence[int]], None]], M]
 
 
 class StoredPrompt:
     """The chunk KV of one prompt, leased and on its way. Close it, or use it as a context manager.
 
         with StoredPrompt(num_layers, chunks, store, strategy) as stored:
-            logits, record = stored.prefill(decoder, PromptFrame(preamble, question), kv, ratio)
+            prefilled = stored.prefill(decoder, PromptFrame(preamble, question), kv, ratio)
 
     Made and waited for on any one thread, then handed to the thread of the pass: never two at once.
     """
@@ -142,12 +157,12 @@ class StoredPrompt:
     ) -> Prefilled:
         """Prefill the prompt into `kv`, as the strategy says."""
 
-        def attempt(request: FuseRequest) -> Fused:
+        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> Fused:
             with self._stitch(decoder, frame, kv, request) as stitched:
-                return fuse(stitched, self._strategy, ratio)
+                return fuse(stitched, self._strategy, ratio, tell)
 
         made, record = self._weave(frame, ratio, attempt)
-        return Prefilled(made.logits, record)
+        return Prefilled(made.logits, made.likeliest, record)
 
     def prefill_shared(
         self,
@@ -162,13 +177,23 @@ class StoredPrompt:
         For strategies whose rows are known before the pass and that want no extras (`can_share`).
         """
         assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
+        selector = self._strategy.selector
+        if isinstance(selector, QueryAttention) and 0 < ratio < 1:
+            # on its way before the rest is looked at: the choice of rows waits for nothing else
+            num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
+            start = len(frame.exact.token_ids) + num_chunk_tokens
+            selector.begin_probe(decoder, frame.exact, frame.question_ids, start)
 
-        def attempt(request: FuseRequest) -> Fused:
+        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> Fused:
+            def meanwhile(recomputed: Sequence[int]) -> None:
+                room.finish()
+                tell(recomputed)
+
             with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
-                return fuse(stitched, self._strategy, ratio, room.finish)
+                return fuse(stitched, self._strategy, ratio, meanwhile)
 
         made, record = self._weave(frame, ratio, attempt)
-        return Prefilled(made.logits, record)
+        return Prefilled(made.logits, made.likeliest, record)
 
     def prepare_in_place(
         self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom
@@ -176,7 +201,7 @@ class StoredPrompt:
         """As `prepare`, over chunks in shared pages that are all filled, of which nothing is
         recomputed: rows look at them where they lie, and there is nothing to stitch."""
 
-        def attempt(request: FuseRequest) -> Prepared:
+        def attempt(request: FuseRequest, _: object) -> Prepared:
             prepared = prepare_in_place(decoder, request)
             room.lay_out(request, own_positions(request, np.array(prepared.rows)))
             room.finish()
@@ -194,7 +219,7 @@ class StoredPrompt:
         name = self._strategy.name
         assert self._strategy.can_be_sliced, f"strategy {name!r} has no rows before its pass"
 
-        def attempt(request: FuseRequest) -> Prepared:
+        def attempt(request: FuseRequest, _: object) -> Prepared:
             with self._stitch(decoder, frame, kv, request) as stitched:
                 return prepare(stitched, self._strategy, ratio)
 
@@ -226,7 +251,7 @@ class StoredPrompt:
         self,
         frame: PromptFrame,
         ratio: float,
-        attempt: Callable[[FuseRequest], M],
+        attempt: Attempt[M],
     ) -> tuple[M, FuseRecord]:
         """Attempt, again without what was lost on the way until nothing was."""
         started_s = time.perf_counter()
@@ -246,14 +271,37 @@ class StoredPrompt:
                 asked=frame.asked,
             )
             tried_s = time.perf_counter()  # until here: waiting for headers, and for what was lost
+            told: list[RecordParts] = []
+            tell = partial(self._tell, told, frame, request, missing)
             try:
-                made = attempt(request)
+                made = attempt(request, tell)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
                 missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
                 continue
             waited_s = self._waited_s + tried_s - started_s
-            return made, self._record(frame, ratio, request, made, missing, waited_s)
+            if not told:
+                tell(made.recomputed)
+            return made, self._record(frame, ratio, request, made, told[0], waited_s)
+
+    def _tell(
+        self,
+        told: list[RecordParts],
+        frame: PromptFrame,
+        request: FuseRequest,
+        missing: Mapping[ChunkKey, Miss],
+        recomputed: Sequence[int],
+    ) -> None:
+        """Add what is known of a pass that is ordered to `told`."""
+        num_exact = frame.num_exact
+        reused = request.as_reused(self.rounded())
+        lengths = [len(ids) for _, ids in self._named[:num_exact]]
+        front = exact_chunk_records(lengths, len(frame.exact.token_ids))
+        why = {i - num_exact: words for i, words in self._computed.items() if i >= num_exact}
+        tiers = {**self._lease.tiers, **dict.fromkeys(self.resident, DEVICE)}
+        behind = chunk_records(reused, recomputed, tiers, missing, why)
+        states = TokenStates(reused, recomputed)
+        told.append(RecordParts(states, (*front, *behind), self._loaded(request)))
 
     def _record(
         self,
@@ -261,25 +309,18 @@ class StoredPrompt:
         ratio: float,
         request: FuseRequest,
         made: Fused | Prepared,
-        missing: Mapping[ChunkKey, Miss],
+        parts: RecordParts,
         waited_s: float,
     ) -> FuseRecord:
-        num_exact = frame.num_exact
-        told = request.as_reused(self.rounded())
-        lengths = [len(ids) for _, ids in self._named[:num_exact]]
-        front = exact_chunk_records(lengths, len(frame.exact.token_ids))
-        why = {i - num_exact: told for i, told in self._computed.items() if i >= num_exact}
-        tiers = {**self._lease.tiers, **dict.fromkeys(self.resident, DEVICE)}
-        behind = chunk_records(told, made.recomputed, tiers, missing, why)
         return FuseRecord(
             strategy=self._strategy.name,
             ratio=ratio,
             encoding=frame.encoding,
             token_ids=request.prompt_ids,
-            states=TokenStates(told, made.recomputed),
-            chunks=(*front, *behind),
+            states=parts.states,
+            chunks=parts.chunks,
             work=made.work,
-            loaded_bytes=self._loaded(request),
+            loaded_bytes=parts.loaded_bytes,
             stages=Stages(
                 load=(made.load_s + waited_s) * 1e3,
                 select=made.select_s * 1e3,

@@ -133,6 +133,20 @@ def probe(
     return found
 
 
+@torch.inference_mode()
+def begin_probe(
+    decoder: FusionDecoder,
+    question_ids: Sequence[int],
+    start: int,
+    view: ContextView,
+    layers: Collection[int],
+) -> None:
+    """Order ahead what `probe` will ask for of a whole question at `start`, if it is recorded."""
+    if view.front is not None and decoder.can_record:
+        probes = recordings_of(decoder).probes
+        probes.begin(decoder, question_ids, start, sorted(layers), view.front)
+
+
 def _segment(view: ContextView, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> Segment:
     """What the question's rows look at in one layer, laid behind what the view shows of it."""
     before = view.context(layer)

@@ -1,9 +1,10 @@
 """The steps between attentions, recorded as CUDA graphs: one order each instead of seven or more.
 
 A layer of some hundred rows is computed before the host has given its orders. What stands between
-two attentions is the same for every request of about as many rows, so the second one records it,
-step by step as it goes, and every later one plays it. Rows are filled up to a multiple: rows do not
-look at each other here, so those behind a pass's own change nothing.
+two attentions is the same for every request of about as many rows: it is recorded behind the first
+one, in idle time, or by the second one, step by step as it goes, and every later one plays it. Rows
+are filled up to a multiple: rows do not look at each other here, so those behind a pass's own
+change nothing.
 
 All recordings of a decoder work on one set of buffers and one pool of memory: one pass at a time.
 
@@ -25,7 +26,6 @@ from kvweave.kernels.recording import Refusals
 
 FEW_ROWS, FEW_STEP, STEP = 128, 16, 64  # multiples of 16 up to 128, of 64 above
 MOST_ROWS = 2048  # beyond, the device has enough to do while orders are given
-KEPT = 24  # numbers of rows per decoder
 
 Play = Callable[[], object]
 
@@ -130,6 +130,7 @@ class _RecordedSize:
 class LayerRecordings:
     """The steps that were recorded for one decoder. Used by the thread that owns the device.
 
+    All of them are kept: there are 38 numbers of rows, and none takes memory for itself.
     Holds no decoder: recordings go when it goes. The `buffers` are made when the first pass begins.
     """
 
@@ -152,13 +153,9 @@ class LayerRecordings:
             self.buffers = StepBuffers.new(h, decoder.qkv(0, h[:1]))
         size = self._sizes.setdefault(rows, _RecordedSize(rows))
         self._sizes.move_to_end(rows)
-        if len(self._sizes) > KEPT:
-            self._sizes.popitem(last=False)
         size.uses += 1
-        if size.uses > 1 and self._recorder is None:
-            self._recorder = self.refusals.attempt(
-                MOST_ROWS, partial(self.new_recorder, decoder, self.buffers)
-            )
+        if size.uses > 1:
+            self._open_recorder(decoder)
         self._passes += 1
         return RecordedSteps(decoder, self, self._passes, self.buffers.of(rows), size, h)
 
@@ -172,16 +169,38 @@ class LayerRecordings:
     ) -> None:
         """A step of the nth pass. The first of a size runs it plainly, the second records it."""
         assert nth == self._passes, "another pass has taken these buffers"
-
-        def work() -> None:
-            compute_step(decoder, buffers, layer)
-
-        recorder = self._recorder
-        if layer not in size.plays and size.uses > 1 and recorder is not None:
-            play = self.refusals.attempt(size.rows, partial(recorder.record, decoder, work))
-            if play is not None:
-                size.plays[layer] = play
+        work = partial(compute_step, decoder, buffers, layer)
+        if layer not in size.plays and size.uses > 1:
+            self._record(decoder, size, layer, work)
         size.plays.get(layer, work)()
+
+    def record_ahead(self, decoder: FusionDecoder) -> bool:
+        """Record one step more of what was computed before, while no pass is under way. False:
+        there is none, or it cannot be."""
+        for size in reversed(self._sizes.values()):
+            missing = [at for at in range(decoder.spec.num_layers) if at not in size.plays]
+            if missing and self.buffers is not None and not self.refusals.is_paused(size.rows):
+                if self._recorder is None:
+                    return self._open_recorder(decoder)
+                work = partial(compute_step, decoder, self.buffers.of(size.rows), missing[0])
+                return self._record(decoder, size, missing[0], work)
+        return False
+
+    def _open_recorder(self, decoder: FusionDecoder) -> bool:
+        if self._recorder is None and self.buffers is not None:
+            self._recorder = self.refusals.attempt(
+                MOST_ROWS, partial(self.new_recorder, decoder, self.buffers)
+            )
+        return self._recorder is not None
+
+    def _record(self, decoder: FusionDecoder, size: _RecordedSize, layer: int, work: Play) -> bool:
+        if self._recorder is None:
+            return False
+        record = partial(self._recorder.record, decoder, work)
+        play = self.refusals.attempt(size.rows, record)
+        if play is not None:
+            size.plays[layer] = play
+        return play is not None
 
     @property
     def kept(self) -> dict[int, int]:

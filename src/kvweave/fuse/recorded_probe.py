@@ -1,8 +1,9 @@
 """The question behind nothing but the preamble, or alone, recorded once as a CUDA graph.
 
 A probe of some dozen rows is over before the host has given its orders: some hundred launches. They
-are the same for every question of about that length, so the second one is recorded and every later
-one is a single order. Rows are filled up to a multiple; rows behind a row never change it.
+are the same for every question of about that length: they are recorded behind the first one, in
+idle time, or for the second one, and every later one is a single order. Rows are filled up to a
+multiple; rows behind a row never change it.
 
 Shapes: U question rows, P preamble tokens, Hq query heads, Hk KV heads, D head dim.
 """
@@ -90,6 +91,7 @@ class ProbeRecordings:
     ) -> None:
         self._record = record
         self._recordings: OrderedDict[ProbeKind, ProbeRecording | None] = OrderedDict()
+        self._under_way: _ProbeUnderWay | None = None
         self.refusals = Refusals("the question", "probes take longer")
 
     def probe(
@@ -102,27 +104,93 @@ class ProbeRecordings:
     ) -> Found | None:
         """Queries and keys at `layers` of tokens at positions from `first` on, which see `front`
         and each other. None: not recorded yet; results are valid until the next call."""
-        num_rows = -(-len(ids) // STEP) * STEP
-        in_front = len(front[0].k) if front else 0
-        if num_rows > MOST_ROWS or in_front > MOST_FRONT:
+        before, self._under_way = self._under_way, None
+        if before is not None and before.is_of(ids, first, layers, front):
+            return before.found
+        return self._play(decoder, ids, first, layers, front)
+
+    def begin(
+        self,
+        decoder: FusionDecoder,
+        ids: Sequence[int],
+        first: int,
+        layers: Sequence[int],
+        front: Sequence[LayerKV] = (),
+    ) -> None:
+        """Order a probe that is recorded already ahead of the call that asks for it. A call that
+        asks for another takes its place."""
+        self._under_way = None
+        kind = _kind(ids, layers, front)
+        if kind is not None and self._recordings.get(kind) is not None:
+            found = self._play(decoder, ids, first, layers, front)
+            if found is not None:
+                shown = ref(front[0].k) if front else _nothing
+                self._under_way = _ProbeUnderWay(tuple(ids), first, tuple(layers), shown, found)
+
+    def _play(
+        self,
+        decoder: FusionDecoder,
+        ids: Sequence[int],
+        first: int,
+        layers: Sequence[int],
+        front: Sequence[LayerKV],
+    ) -> Found | None:
+        key = _kind(ids, layers, front)
+        if key is None:
             return None
-        key = ProbeKind(num_rows, in_front, tuple(sorted(layers)))
         if key not in self._recordings:  # the first of its kind warms everything up
             self._recordings[key] = None
             if len(self._recordings) > KEPT:
                 self._recordings.popitem(last=False)
             return None
         self._recordings.move_to_end(key)
-        recording = self._recordings[key]
-        if recording is None:
-            recording = self.refusals.attempt(num_rows, partial(self._record, decoder, key))
-            self._recordings[key] = recording
+        recording = self._recordings[key] or self._recorded(decoder, key)
         return None if recording is None else recording.play(ids, first, front)
+
+    def record_ahead(self, decoder: FusionDecoder) -> bool:
+        """Record a kind of question that was asked before. False: there is none, or it cannot
+        be."""
+        for kind, made in self._recordings.items():
+            if made is None and not self.refusals.is_paused(kind.num_rows):
+                self._under_way = None
+                return self._recorded(decoder, kind) is not None
+        return False
+
+    def _recorded(self, decoder: FusionDecoder, kind: ProbeKind) -> ProbeRecording | None:
+        made = self.refusals.attempt(kind.num_rows, partial(self._record, decoder, kind))
+        self._recordings[kind] = made
+        return made
 
     @property
     def kept(self) -> dict[ProbeKind, bool]:
         """Kinds that are kept, the latest used last, and whether each is recorded by now."""
         return {kind: made is not None for kind, made in self._recordings.items()}
+
+
+class _ProbeUnderWay(NamedTuple):
+    """A probe that was ordered ahead."""
+
+    ids: tuple[int, ...]
+    first: int
+    layers: tuple[int, ...]
+    shown: Callable[[], Tensor | None]  # the first keys of its front, as of a recording
+    found: Found
+
+    def is_of(
+        self, ids: Sequence[int], first: int, layers: Sequence[int], front: Sequence[LayerKV]
+    ) -> bool:
+        asked = (tuple(ids), first, tuple(layers))
+        same = asked == (self.ids, self.first, self.layers)
+        return same and (front[0].k if front else None) is self.shown()
+
+
+def _kind(ids: Sequence[int], layers: Sequence[int], front: Sequence[LayerKV]) -> ProbeKind | None:
+    """Which recording plays such a probe; None: none ever does."""
+    num_rows = -(-len(ids) // STEP) * STEP
+    in_front = len(front[0].k) if front else 0
+    if num_rows > MOST_ROWS or in_front > MOST_FRONT:
+        return None
+    return ProbeKind(num_rows, in_front, tuple(sorted(layers)))
 
 
 def _nothing() -> None:

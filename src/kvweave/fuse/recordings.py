@@ -8,6 +8,8 @@ probe (recorded_probe.py). Off a GPU nothing is ever recorded in it.
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+import torch
+
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.recorded_layers import LayerRecordings
 from kvweave.fuse.recorded_probe import ProbeRecordings
@@ -20,6 +22,12 @@ class Recordings:
 
     layers: LayerRecordings = field(default_factory=LayerRecordings)
     probes: ProbeRecordings = field(default_factory=ProbeRecordings)
+
+    def record_ahead(self, decoder: FusionDecoder) -> bool:
+        """Record one thing more that a request has needed before, in idle time: else the next one
+        that needs it waits for it. Takes some milliseconds. False: there is none."""
+        with torch.inference_mode():
+            return self.probes.record_ahead(decoder) or self.layers.record_ahead(decoder)
 
     @property
     def refusals(self) -> tuple[Refusals, ...]:

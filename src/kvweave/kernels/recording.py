@@ -26,7 +26,7 @@ class Refusals:
         self._what = what
         self._cost = cost
         self._pauses: dict[int, int] = {}  # rows of a size to wishes that are still turned down
-        self.num_tried = 0  # recordings that were begun: a request waited for each
+        self.num_tried = 0  # recordings that were begun
         self.num_failed = 0  # of these, for good: one ends them all
         self.num_without_memory = 0
 
@@ -40,6 +40,10 @@ class Refusals:
             return False
         self.num_tried += 1
         return True
+
+    def is_paused(self, num_rows: int) -> bool:
+        """Whether a size would be turned down now. Counts no wish."""
+        return bool(self.num_failed or self._pauses.get(num_rows, 0))
 
     def attempt(self, num_rows: int, record: Callable[[], T]) -> T | None:
         """What `record` makes. None: it failed, or this size is not to be tried now."""

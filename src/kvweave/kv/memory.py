@@ -7,6 +7,7 @@ where the system has that, the host tier takes one arena and reuses it, and tran
 buffers from a pool.
 """
 
+import atexit
 import bisect
 import logging
 import mmap
@@ -111,24 +112,31 @@ class _Locker:
     CUDA keeps a thread's last error until it is asked for, and torch asks after its next kernel: a
     refused lock would fail a pass that has nothing to do with it. A thread that records a graph may
     not unlock at all, and the garbage collector runs where it likes. Neither happens here.
+
+    It ends with the interpreter, not after it: a thread that comes back from CUDA to an interpreter
+    that is gone aborts the process. What is locked by then goes with the process.
     """
 
     def __init__(self) -> None:
         self.last_error = 0
-        self._jobs: queue.SimpleQueue[_Lock | tuple[int, mmap.mmap]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Lock | tuple[int, mmap.mmap] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._closed = False
         self._thread: threading.Thread | None = None
         self._stuck: list[mmap.mmap] = []  # could not be unlocked: never unmapped
 
     def register(self, address: int, size_bytes: int) -> bool:
         """Lock memory; blocks. False: the system refuses."""
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        job = _Lock(runtime, address, size_bytes)
         with self._lock:
+            if self._closed:
+                return False
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kv-locker", daemon=True)
                 self._thread.start()
-        job = _Lock(runtime, address, size_bytes)
-        self._jobs.put(job)
+                atexit.register(self.close)
+            self._jobs.put(job)
         job.done.wait()
         if job.error:
             self.last_error = job.error
@@ -138,11 +146,22 @@ class _Locker:
         """Unlock memory, then unmap it. Safe inside a garbage collection: takes no lock."""
         self._jobs.put((address, pages))
 
+    def close(self) -> None:
+        """Lock and unlock nothing more; wait for what is under way, and for whoever waits for a
+        lock. Harmless the second time."""
+        with self._lock:
+            if self._closed or self._thread is None:
+                return
+            self._closed = True
+            self._jobs.put(None)
+        self._thread.join()
+
     def _run(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             if isinstance(job, _Lock):
                 job.run()
+            elif self._closed:
+                self._stuck.append(job[1])  # stays as it is: unlocking takes a while
             else:
                 self._unlock(*job)
             del job  # pages go now, not when the next job comes

@@ -1,8 +1,9 @@
 """Decode steps played from recorded CUDA graphs.
 
 A step in which every sequence computes one row takes a GPU less time than the host needs to launch
-its hundred or so kernels. The launches are the same at every step with as many sequences: the
-second such step is recorded, and every later one is one copy of small numbers and a single launch.
+its hundred or so kernels. The launches are the same at every step with as many sequences: they are
+recorded behind the first such step, in idle time, or at the second one, and every later one is one
+copy of small numbers and a single launch.
 
 Batches are filled up to a few sizes (`padded_rows`). Rows that only fill up write into the pool's
 scratch page and look at nothing. Lengths and pages are read from tables on the device
@@ -179,6 +180,15 @@ class RecordedDecode:
         played = None if recording is None else recording.play(batch)
         self.num_played += played is not None
         return played
+
+    @torch.inference_mode()
+    def record_ahead(self) -> bool:
+        """Record a sort of step that was computed before, while none is. False: there is none, or
+        it cannot be."""
+        for (num_rows, kind), made in self._recordings.items():
+            if made is None and not self._refusals[kind].is_paused(num_rows):
+                return self._record(num_rows, kind) is not None
+        return False
 
     def _record(self, num_rows: int, kind: StepKind) -> "RecordedStep | None":
         refusals = self._refusals[kind]

@@ -55,7 +55,7 @@ class OwnPass:
         frame = PromptFrame(encoder.preamble, prompt.question, asked=prompt.asked)
         with StoredPrompt(num_layers, chunks, self._store, strategy) as stored:
             kv = self.decoder.new_kv(len(prompt.token_ids))
-            logits, _ = stored.prefill(self.decoder, frame, kv, ratio)
+            logits = stored.prefill(self.decoder, frame, kv, ratio).logits
         return logits.float().log_softmax(-1)
 
 

@@ -162,9 +162,11 @@ class Speculation:
 
     @property
     def _boundary_s(self) -> float | None:
-        """What a step of a guess takes: so long a wrong one holds others up. None: not known."""
-        row_s = self._paces.prefill.row_s
-        return None if row_s is None else row_s * (self._client.engine.cfg.guess_rows or 0)
+        """So long a wrong guess holds others up. None: not known."""
+        pace = self._paces.prefill
+        if pace.row_s is None:
+            return None
+        return self._client.engine.guess_boundary_s(pace.row_s, pace.prefill_s)
 
     def _search(self, asked: Question, events: list[AnswerEvent]) -> list[Hit]:
         """The nearest chunks; what it took is added to `events`."""

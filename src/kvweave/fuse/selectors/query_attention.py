@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvweave.fuse.probe import ContextView, FrontView, LaidContext, ProbedLayer, probe
-from kvweave.fuse.protocol import Projected
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.probe import (
+    ContextView,
+    FrontView,
+    LaidContext,
+    ProbedLayer,
+    begin_probe,
+    probe,
+)
+from kvweave.fuse.protocol import FusionDecoder, Projected
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
@@ -62,6 +70,16 @@ class QueryAttention:
             key_layers=layers,
             extras=(f"anchors:{self.anchors}",) if self.view == "anchors" else (),
         )
+
+    def begin_probe(
+        self, decoder: FusionDecoder, front: Prefix, question_ids: Sequence[int], start: int
+    ) -> None:
+        """Order the probe of a question at `start` before its scene is there, if it is recorded and
+        exact KV in front is all that it sees: `layer_scores` then finds it under way."""
+        if self.view in ("question", "preamble") and self.keys_at == "request":
+            view = FrontView(front.layers if self.view == "preamble" else ())
+            layers = resolve_layers(self.layers, decoder.spec.num_layers)
+            begin_probe(decoder, question_ids, start, view, layers)
 
     def select(self, scene: Scene, count: int) -> Tensor:
         return self.ranked(scene, (count,))[0]

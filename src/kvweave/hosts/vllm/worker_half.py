@@ -135,7 +135,7 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
-            _, record = stored.prefill(self._decoder, frame, kv, wish.ratio)
+            record = stored.prefill(self._decoder, frame, kv, wish.ratio).record
         self._write(order, kv)
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:

@@ -36,7 +36,7 @@ def _encode(x, codes_at, scale_at, live, inside):
     tl.store(scale_at, scale, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_ptr", "num_rows"])
 def _encode_rows(
     keys_ptr, values_ptr, slots_ptr, k_ptr, v_ptr, scales_ptr, lift_ptr, num_rows,
     HK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, LIFTED: tl.constexpr,
@@ -66,7 +66,7 @@ def _pairs(ptr, row, c, inside, scale):
     return ((both << 24) >> 24).to(tl.float32) * scale, (both >> 8).to(tl.float32) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_ptr", "target_ptr", "which_ptr", "num_rows"])
 def _relocate_coded(
     keys_ptr, values_ptr, k_ptr, v_ptr, scales_ptr, lift_ptr, out_keys_ptr, out_values_ptr,
     source_ptr, target_ptr, which_ptr, cos_ptr, sin_ptr, num_rows,

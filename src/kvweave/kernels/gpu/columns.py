@@ -24,10 +24,10 @@ from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 
 BLOCK_M, BLOCK_N = 64, 64
 BUSY = 512  # programs that keep a large chip busy
-MOST_SPLITS = 32  # of the columns: merged at once by the kernel that reads them
+FEW_SPLITS, MOST_SPLITS = 8, 32  # of the columns: merged at once by the kernel that reads them
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def _row_lse(
     q_ptr, k_ptr, apart_ptr, limits_ptr, out_ptr, num_rows, num_columns, per_split, scale,
     q_layer, q_row, q_head, k_row, k_head,
@@ -71,7 +71,7 @@ def _row_lse(
     tl.store(out_ptr + out_at, lse, live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_columns", "splits"])
 def _column_reduce(
     q_ptr, k_ptr, apart_ptr, limits_ptr, lse_ptr, out_ptr, num_rows, num_columns, splits, scale,
     q_layer, q_row, q_head, k_row, k_head,
@@ -197,7 +197,7 @@ def columns_reduce(
         lse.contiguous(), out, num_rows, num_columns, len(lse), head_dim**-0.5 * LOG2_E,
         *q.stride()[:3], *first.stride()[:2],
         G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=padded(head_dim),
-        M=BLOCK_M, N=BLOCK_N, SPLITS=max(2, triton.next_power_of_2(len(lse))),
+        M=BLOCK_M, N=BLOCK_N, SPLITS=FEW_SPLITS if len(lse) <= FEW_SPLITS else MOST_SPLITS,
         LIMITED=limits is not None, APART=keys.unit, LARGEST=rows == "max",
         PRECISION=precision(q),
     )  # fmt: skip

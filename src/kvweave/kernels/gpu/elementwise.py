@@ -69,7 +69,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate(
-    x_ptr, cos_ptr, sin_ptr, out_ptr, num_rows, heads,
+    x_ptr, cos_ptr, sin_ptr, out_ptr, heads,
     x_row, x_head, out_row, out_head,
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -100,7 +100,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
     half = cos.shape[-1]
     block_h = min(8, triton.next_power_of_2(heads))
     _rotate[(rows, triton.cdiv(heads, block_h))](
-        x, cos.contiguous(), sin.contiguous(), out, rows, heads,
+        x, cos.contiguous(), sin.contiguous(), out, heads,
         *x.stride()[:2], *out.stride()[:2],
         D=head_dim, HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, num_warps=2,

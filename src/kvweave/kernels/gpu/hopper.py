@@ -208,7 +208,7 @@ def _consume(
         gl.store(lse_ptr + base + at - HALF * 64, m + gl.log2(total))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["pages_stride", "num_pages"])
 def _attend(
     kd, vd, q_ptr, out_ptr, part_ptr, lse_ptr, limits_ptr, items_ptr, pages_ptr,
     pages_stride, num_pages, scale, q_row, q_head, out_row, out_head,

@@ -30,7 +30,7 @@ def _turn_heads(
         tl.store(out_ptr + h * out_head + d, tl.load(x_ptr + h * x_head + d, rest), rest)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr"])
 def _place_rows(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, out_ptr, keys_ptr, values_ptr,
     q_row, q_head, k_row, k_head, v_row, v_head, keys_row, keys_head, values_row, values_head,
@@ -80,7 +80,7 @@ def place_rows(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_ptr", "at_ptr", "bounds_ptr", "weights_ptr", "num_chunks"])
 def _mean_change_rows(
     k_ptr, v_ptr, rows_ptr, cos_ptr, sin_ptr, at_ptr, bounds_ptr, weights_ptr,
     keys_ptr, values_ptr, out_ptr, num_chunks,

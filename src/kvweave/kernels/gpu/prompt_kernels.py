@@ -85,22 +85,23 @@ def _look_at_codes(
     return acc0, acc1, m, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_parts"])
 def attend_prompt(
     q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
     at_cos, at_sin, back_cos, back_sin, lift_ptr, own_keys_ptr, parts_ptr, runs_ptr, pages_ptr,
-    num_rows, scale, q_row, q_head, k_row, k_head, v_row, v_head,
+    num_rows, num_tiles, num_parts, scale, q_row, q_head, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr, TILES: tl.constexpr,
-    PARTS: tl.constexpr, CODED: tl.constexpr, LIFTED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr, CODED: tl.constexpr,
+    LIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, a KV head, and a part of the chunks' keys; behind all parts, own pages.
 
     Queries are turned to their positions and rounded, as if that had been done before, then back by
     the start of each chunk. Programs that read the same keys run side by side."""
     unit = tl.program_id(0)
-    tile, head, part = unit % TILES, unit // TILES % HK, unit // (TILES * HK)
+    tile, head = unit % num_tiles, unit // num_tiles % HK
+    part = unit // (num_tiles * HK)
     at = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_H)
     row = tile * (BLOCK_M // G) + at // G
@@ -116,10 +117,10 @@ def attend_prompt(
     y1 = (x1 * cos + x0 * sin).to(DTYPE)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    cell = row.to(tl.int64) * (PARTS + 1) + part
+    cell = row.to(tl.int64) * (num_parts + 1) + part
     part_at = (cell * HK + head) * G + at % G
     out_at = part_ptr + part_at[:, None] * D
-    if part == PARTS:
+    if part == num_parts:
         d = tl.arange(0, BLOCK_D)
         limit = tl.load(own_keys_ptr + row, here, other=0)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)

@@ -165,13 +165,13 @@ def attend_prompt_rows(
     attend_prompt[((tables.num_parts + 1) * tables.num_tiles * kv_heads,)](
         q, key_pages, value_pages, *codes, part, lse, at.cos.contiguous(), at.sin.contiguous(),
         *back, back.cos if lift is None else lift, on["own_keys"], on["parts"], on["runs"],
-        on["pages"], num, head_dim**-0.5 * LOG2_E, *q.stride()[:2], *row_strides(key_pages),
-        *row_strides(value_pages),
+        on["pages"], num, tables.num_tiles, tables.num_parts, head_dim**-0.5 * LOG2_E,
+        *q.stride()[:2], *row_strides(key_pages), *row_strides(value_pages),
         G=heads // kv_heads, HK=kv_heads, D=head_dim, HALF=head_dim // 2,
         BLOCK_D=padded(head_dim), BLOCK_H=max(16, padded(head_dim) // 2), BLOCK_M=how.block_m,
         BLOCK_N=how.block_n, STAGES=how.stages, PAGE=shape.page, CHUNK_PAGE=shape.chunk_page,
-        TILES=tables.num_tiles, PARTS=tables.num_parts, CODED=coded is not None,
-        LIFTED=lift is not None, PRECISION=precision(q), num_warps=how.warps,
+        CODED=coded is not None, LIFTED=lift is not None, PRECISION=precision(q),
+        num_warps=how.warps,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=q.device)
     merge_cells[(num, heads)](

@@ -10,7 +10,7 @@ from kvweave.kernels.types import RowMoves
 ROWS = 16  # per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["source_ptr", "target_ptr", "which_ptr", "num_rows"])
 def _relocate_rows(
     keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, source_ptr, target_ptr, which_ptr,
     cos_ptr, sin_ptr, num_rows,

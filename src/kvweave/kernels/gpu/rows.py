@@ -57,7 +57,7 @@ def _block(
     return acc, m_new, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_stride"])
 def attend_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, limits_ptr, items_ptr, apart_ptr, pages_ptr,
     pages_stride, scale, q_row, q_head, k_page, k_row, k_head, v_page, v_row, v_head,

@@ -9,7 +9,7 @@ import triton.language as tl
 HIDDEN = tl.constexpr(float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def turn_queries(
     q_ptr, out_ptr, at_cos, at_sin, back_cos, back_sin, pairs_ptr, lift_ptr, q_row, q_head,
     num_rows,
@@ -124,7 +124,7 @@ def code_scales(both):
     return of_keys.to(tl.float32), of_values.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def place_keys(
     slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr, num_rows,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr,
@@ -358,7 +358,7 @@ def _by_chunk_codes(
     tl.store(lse_ptr + part, m + tl.log2(total), here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_cell"])
 def attend_cells(
     q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
     counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
@@ -385,7 +385,7 @@ def attend_cells(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_cell"])
 def attend_code_cells(
     q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr,
     blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
@@ -423,7 +423,7 @@ def attend_code_cells(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_cell"])
 def merge_cells(
     out_ptr, part_ptr, lse_ptr, by_row_ptr, by_chunk_ptr, first_cell, out_row, out_head,
     HQ: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PART_S: tl.constexpr,

@@ -9,7 +9,7 @@ from kvweave.kernels.rope import Angles
 ROWS = 8  # per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunk_ptr", "row_ptr", "num_rows"])
 def _shift_rows(
     keys_ptr, values_ptr, by_k_ptr, by_v_ptr, chunk_ptr, row_ptr, cos_ptr, sin_ptr, num_rows,
     k_row, k_head, v_row, v_head,

@@ -18,7 +18,7 @@ ALIGN = 256
 BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"])
 def _fetch(here_ptr, there_ptr, num_words, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     live = at < num_words

@@ -22,7 +22,7 @@ def _codes(code_ptr, first, d, mask, D: tl.constexpr, NIBBLES: tl.constexpr):
     return tl.load(code_ptr + first + d, mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base_ptr", "index_ptr", "length_ptr", "row_ptr", "num_tokens"])
 def _unpack_rows(
     code_ptr, half_ptr, base_ptr, index_ptr, length_ptr, row_ptr, cos_ptr, sin_ptr,
     out_k_ptr, out_v_ptr, num_tokens, ok_row, ok_head, ov_row, ov_head,

@@ -1,0 +1,88 @@
+"""What requests on a GPU would wait for once is made in idle time: kernels and recordings.
+
+Triton compiles a kernel when it is launched for the first time, which takes up to some seconds
+(later starts find it on disk). How many rows a step has, how many keys they see and whether their
+pages lie side by side decides which kernels it launches: in idle time an engine that has just begun
+runs one small pass of each sort, over pages that belong to no request.
+
+Later idle moments are for recordings (CUDA graphs) of what requests have needed once: they come
+back, and the next one need not wait for it.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kvweave.engine.pages import PageAllocator
+from kvweave.engine.runner import Runner
+from kvweave.fuse.recordings import recordings_of
+from kvweave.kernels.dispatch import has_triton
+from kvweave.model.decoder import Decoder
+from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.rows import Rows
+
+log = logging.getLogger(__name__)
+# a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)
+ROWS = (40, 1, 4, 8)
+MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
+
+
+class WarmUp:
+    """What is left to be made. For the thread that owns the device."""
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, allocator: PageAllocator, runner: Runner
+    ) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._allocator = allocator
+        self._runner = runner
+        many = min(MANY_KEYS, decoder.spec.max_context)
+        sorts = [(rows, 0) for rows in ROWS]
+        sorts += [(rows, many - rows) for rows in ROWS if rows < many]
+        is_needed = decoder.device.type == "cuda" and has_triton()
+        self._left = sorts[::-1] if is_needed else []  # rows, tokens before them
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all kernels of plain steps are compiled."""
+        return not self._left
+
+    def step(self) -> bool:
+        """Make one thing more, and wait for it. False: there is nothing to make."""
+        if self._left:
+            self._compile()
+            return True
+        if not self._decoder.can_record:
+            return False
+        return self._runner.record_ahead() or recordings_of(self._decoder).record_ahead(
+            self._decoder
+        )
+
+    def _compile(self) -> None:
+        num_rows, num_before = self._left[-1]
+        try:
+            if num_before:  # the same page again and again lies apart
+                self._run(num_rows, num_before, [self._pool.scratch_page])
+            elif pages := self._allocator.take_run(-(-num_rows // self._pool.page_tokens)):
+                try:
+                    self._run(num_rows, 0, pages)
+                finally:
+                    self._allocator.release(pages)
+            self._left.pop()
+        except Exception as error:  # whoever asks next hears of it, if it is still so
+            log.warning("kernels could not be compiled ahead: %s", error)
+            self._left.clear()
+
+    @torch.inference_mode()
+    def _run(self, num_rows: int, num_before: int, pages: Sequence[int]) -> None:
+        """By a decoder of its own: nobody has asked for this, and who made the engine may still be
+        using the other."""
+        decoder = Decoder(self._decoder.spec, self._decoder.weights)
+        num_pages = -(-(num_before + num_rows) // self._pool.page_tokens)
+        kv = PagedKV(self._pool, [*pages] * (num_pages // len(pages)))
+        positions = range(num_before, num_before + num_rows)
+        decoder.forward([Rows([0] * num_rows, positions, kv, [num_rows - 1])])
+        if decoder.device.type == "cuda":
+            torch.cuda.synchronize(decoder.device)

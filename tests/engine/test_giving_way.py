@@ -1,0 +1,151 @@
+"""A step that nobody waits for ends between two layers when it stands in the way: here guesses; what
+is computed in idle time is in test_background.py."""
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from kvweave.engine.config import EngineConfig, for_device
+from kvweave.engine.engine import Engine
+from kvweave.model.decoder import Decoder
+from kvweave.model.rows import Rows
+from worlds.engine import SMALL, alone, ids, plain, tokens, until, with_chunks
+
+CFG = replace(SMALL, alone_rows=64, guess_rows=4, guess_alone_rows=64)
+LONG = plain(ids(random.Random(1), 40), max_tokens=3)
+
+
+class StoppingDecoder(Decoder):
+    """Stops in the first layer of its first pass until it is told to go on."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(decoder.spec, decoder.weights)
+        self.stopped, self.goes_on = threading.Event(), threading.Event()
+        self.layers: list[int] = []  # that were finished
+        self.rows: list[int] = []  # of every pass
+
+    def forward(self, batch: Sequence[Rows]) -> Tensor:
+        self.rows.append(sum(len(rows.token_ids) for rows in batch))
+        return super().forward(batch)
+
+    def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
+        if not self.stopped.is_set():
+            self.stopped.set()
+            assert self.goes_on.wait(30)
+        finished = super().finish(layer, h, attended)
+        self.layers.append(layer)
+        return finished
+
+
+def test_a_guess_that_is_not_wanted_ends_between_two_layers(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    with Engine(stopping, CFG) as engine:
+        guess = engine.submit(LONG, held=True)
+        assert stopping.stopped.wait(30)
+        guess.cancel()
+        stopping.goes_on.set()
+        assert guess.wait(30)
+        assert stopping.rows == [40], "in one step, because nothing else was to be computed"
+        assert stopping.layers == [], "it was given up in the layer that it was in"
+        assert engine.stats()["steps_given_up"] == 1
+        assert engine.stats()["requests_failed"] == 0
+        assert engine.stats()["pages_used"] == 0
+        assert tokens(engine.submit(LONG)) == [c.token_id for c in alone(decoder, LONG)]
+        engine.run_alone(engine.check_integrity)
+
+
+def test_a_guess_gives_way_to_a_request_and_goes_on_beside_it(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    other = plain(ids(random.Random(2), 9), max_tokens=5)
+    with Engine(stopping, CFG) as engine:
+        guess = engine.submit(LONG, held=True)
+        assert stopping.stopped.wait(30)
+        ticket = engine.submit(other)
+        stopping.goes_on.set()
+        assert list(ticket) == alone(decoder, other)
+        guess.release()
+        assert list(guess) == alone(decoder, LONG)
+        assert engine.stats()["steps_given_up"] == 1
+        assert stopping.rows[0] == 40
+        assert stopping.rows[1] <= 9 + CFG.guess_rows, "beside others a guess has few rows"
+        engine.run_alone(engine.check_integrity)
+
+
+def test_a_guess_that_was_right_is_not_given_up(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    with Engine(stopping, CFG) as engine:
+        guess = engine.submit(LONG, held=True)
+        assert stopping.stopped.wait(30)
+        guess.release()
+        ticket = engine.submit(plain([1, 2, 3], max_tokens=2))
+        stopping.goes_on.set()
+        assert list(guess) == alone(decoder, LONG)
+        assert len(list(ticket)) == 2
+        assert engine.stats()["steps_given_up"] == 0
+
+
+def test_a_guess_gives_way_to_no_other_guess_and_to_nothing_of_idle_time(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    with Engine(stopping, CFG) as engine:
+        guess = engine.submit(LONG, held=True)
+        assert stopping.stopped.wait(30)
+        others = [
+            engine.submit(plain([4, 5, 6], max_tokens=2), held=True),
+            engine.submit(replace(plain([1, 2, 3], max_tokens=2), background=True)),
+        ]
+        stopping.goes_on.set()
+        until(lambda: guess.timeline.prefilled_s is not None)
+        assert engine.stats()["steps_given_up"] == 0
+        for ticket in (guess, *others):
+            ticket.cancel()
+            assert ticket.wait(30)
+
+
+def test_idle_time_gives_way_to_a_guess(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    with Engine(stopping, replace(CFG, background_rows=20)) as engine:
+        behind = engine.submit(replace(LONG, background=True))
+        assert stopping.stopped.wait(30)
+        guess = engine.submit(plain([4, 5, 6], max_tokens=2), held=True)
+        stopping.goes_on.set()
+        assert list(behind) == alone(decoder, LONG)
+        assert engine.stats()["steps_given_up"] == 1
+        assert stopping.rows[:3] == [20, 3, 20]
+        guess.cancel()
+        assert guess.wait(30)
+
+
+def test_where_guesses_are_short_each_step_is_computed_to_its_end(decoder: Decoder) -> None:
+    """As on a CPU: what it computes is kept, and nobody waits long for it."""
+    stopping = StoppingDecoder(decoder)
+    rng = random.Random(3)
+    preamble, chunk = ids(rng, 6), ids(rng, 9)
+    with Engine(stopping, replace(CFG, guess_alone_rows=None, guess_rows=16)) as engine:
+        guess = engine.submit(with_chunks(preamble, [chunk], ids(rng, 8)), held=True)
+        assert stopping.stopped.wait(30)
+        guess.cancel()
+        stopping.goes_on.set()
+        assert guess.wait(30)
+        ticket = engine.submit(with_chunks(preamble, [chunk], ids(rng, 3)))
+        tokens(ticket)
+        assert ticket.record is not None
+        assert ticket.record.counts["exact"] == 15
+        assert engine.stats()["steps_given_up"] == 0
+
+
+def test_how_long_a_wrong_guess_stands_in_the_way(decoder: Decoder) -> None:
+    with Engine(decoder, replace(CFG, guess_alone_rows=4)) as engine:
+        assert engine.guess_boundary_s(0.5, 10.0) == 2.0, "a step"
+    with Engine(decoder, replace(CFG, guess_rows=8)) as engine:
+        layers = decoder.spec.num_layers
+        assert engine.guess_boundary_s(100.0, 10.0) == 10.0 * 3 / layers, "some layers"
+        assert engine.guess_boundary_s(0.01, 10.0) == 0.08, "never more than a step"
+
+
+def test_only_on_a_device_guesses_are_longer_alone() -> None:
+    assert for_device(EngineConfig(), "cpu").guess_alone_rows == 128
+    assert for_device(EngineConfig(guess_rows=7), "cuda").guess_alone_rows == 7
+    assert for_device(EngineConfig(), "cuda").guess_alone_rows == 8192
