@@ -1,5 +1,5 @@
-"""A step that nobody waits for ends between two layers when it stands in the way: here guesses; what
-is computed in idle time is in test_background.py."""
+"""A step that nobody waits for ends between two layers when it stands in the way: guesses here, idle
+time in test_background.py."""
 
 import random
 import threading
