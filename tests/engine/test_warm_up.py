@@ -4,12 +4,13 @@ import logging
 
 import pytest
 
+from kvweave.engine import warm_up as warm_up_module
 from kvweave.engine.config import for_device
 from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.runner import Runner
-from kvweave.engine.warm_up import MANY_KEYS, ROWS, WarmUp
+from kvweave.engine.warm_up import MANY_KEYS, REST_S, ROWS, WarmUp
 from kvweave.model.decoder import Decoder
 from worlds.engine import SMALL
 
@@ -20,7 +21,9 @@ def make_warm_up(decoder: Decoder) -> tuple[WarmUp, PageAllocator]:
     allocator = PageAllocator(pool.num_pages)
     warm_up = WarmUp(decoder, pool, allocator, Runner(decoder))
     assert warm_up.is_over, "off a GPU there is nothing to compile"
+    assert warm_up.due_s is None
     warm_up._left = [(rows, 0) for rows in ROWS] + [(rows, 200 - rows) for rows in ROWS]
+    warm_up._at_rest = False
     return warm_up, allocator
 
 
@@ -36,6 +39,34 @@ def test_passes_take_pages_that_nobody_has_and_give_them_back(decoder: Decoder) 
     assert not warm_up.step(), "nothing is recorded on a CPU"
     assert allocator.num_used == 3
     allocator.check_integrity()
+
+
+def test_nothing_is_made_right_behind_a_request(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(warm_up_module.time, "monotonic", lambda: now_s)
+    warm_up, _ = make_warm_up(decoder)
+    assert warm_up.due_s == 0.0, "no request was there yet"
+    warm_up.request_ended()
+    assert warm_up.due_s == REST_S
+    assert not warm_up.step()
+    now_s += REST_S
+    assert warm_up.step()
+
+
+def test_what_is_at_rest_is_looked_at_again_behind_a_request(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm_up, _ = make_warm_up(decoder)
+    while warm_up.step():
+        pass
+    assert warm_up.due_s is None
+    warm_up.request_ended()
+    assert warm_up.due_s is None, "on a CPU nothing is ever recorded"
+    monkeypatch.setattr(Decoder, "can_record", True)
+    warm_up.request_ended()
+    assert warm_up.due_s is not None
 
 
 def test_a_pool_without_free_pages_is_left_alone(decoder: Decoder) -> None:

@@ -77,25 +77,26 @@ def test_prompts_of_any_length_wait_for_no_compiler(tmp_path: Path, scattered: b
     have pages side by side."""
     world = world_of(tmp_path)
     with warm_engine(world, replace(CFG, pool_tokens=16 * NUM_PAGES)) as engine:
+        taken = scatter(engine) if scattered else []
         with compiled() as found:
-            if scattered:
-                scatter(engine)
             for length in LENGTHS:
                 asked_all(engine, [plain([n % 97 for n in range(length)], max_tokens=3)])
+        engine.run_alone(lambda: engine._allocator.release(taken))
         engine.run_alone(engine.check_integrity)
     world.store.close()
     assert not found
 
 
-def scatter(engine: Engine) -> None:
-    """Every second page is taken, so that those of later prompts lie apart."""
-    guesses = [engine.submit(plain([1, 2, 3]), held=True) for _ in range(NUM_PAGES - 8)]
-    for guess in guesses:
-        while guess.timeline.prefilled_s is None:
-            time.sleep(0.001)
-    for guess in guesses[::2]:
-        guess.cancel()
-        assert guess.wait(30)
+def scatter(engine: Engine) -> list[int]:
+    """Every second page is taken, so that those of later prompts lie apart. Gives these."""
+
+    def take() -> list[int]:
+        pages = engine._allocator.take(NUM_PAGES)
+        assert pages is not None, "nobody has any"
+        engine._allocator.release(pages[::2])
+        return pages[1::2]
+
+    return engine.run_alone(take)
 
 
 @pytest.mark.parametrize("shared", ["raw", "int8", None])

@@ -81,9 +81,15 @@ class Lifecycle:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, and nothing under way of which News will come."""
+        """Whether there is no request, nothing under way of which News will come, and nothing to be
+        done in idle time."""
         under_way = self._loader.is_loading or self._prefixes.is_offloading
-        return not (self.sequences or under_way)
+        return not (self.sequences or under_way) and self._warm_up.due_s is None
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds until `work_ahead` has something to do without any News; None: never."""
+        return None if self.sequences else self._warm_up.due_s
 
     def work_ahead(self) -> bool:
         """There is nothing to compute. While there is no request either, kernels are compiled and
@@ -359,6 +365,7 @@ class Lifecycle:
         """A request is finished, cancelled or failed."""
         error = _told(error)
         sequence = self.sequences.pop(ticket, None)
+        self._warm_up.request_ended()
         try:
             if sequence is not None:
                 self._take_back(sequence)

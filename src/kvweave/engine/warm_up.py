@@ -6,10 +6,12 @@ pages lie side by side decides which kernels it launches: in idle time an engine
 runs one small pass of each sort, over pages that belong to no request.
 
 Later idle moments are for recordings (CUDA graphs) of what requests have needed once: they come
-back, and the next one need not wait for it.
+back, and the next one need not wait for it. Not right behind a request, though: whoever asks one
+thing after the other would wait for what may never be needed again.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +28,7 @@ log = logging.getLogger(__name__)
 # a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)
 ROWS = (40, 1, 4, 8)
 MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
+REST_S = 0.5  # without a request, before something is made
 
 
 class WarmUp:
@@ -43,22 +46,36 @@ class WarmUp:
         sorts += [(rows, many - rows) for rows in ROWS if rows < many]
         is_needed = decoder.device.type == "cuda" and has_triton()
         self._left = sorts[::-1] if is_needed else []  # rows, tokens before them
+        self._from_s = 0.0  # by time.monotonic: nothing is made before
+        self._at_rest = not self._left  # nothing is left to be made, as far as is known
 
     @property
     def is_over(self) -> bool:
         """Whether all kernels of plain steps are compiled."""
         return not self._left
 
+    def request_ended(self) -> None:
+        """There may be something new to make, a while from now."""
+        self._from_s = time.monotonic() + REST_S
+        self._at_rest = not (self._left or self._decoder.can_record)
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds until something may be made; None: there is nothing to make."""
+        return None if self._at_rest else max(0.0, self._from_s - time.monotonic())
+
     def step(self) -> bool:
-        """Make one thing more, and wait for it. False: there is nothing to make."""
+        """Make one thing more, if it is time, and wait for it. False: nothing was made."""
+        if self.due_s != 0.0:
+            return False
         if self._left:
             self._compile()
             return True
-        if not self._decoder.can_record:
-            return False
-        return self._runner.record_ahead() or recordings_of(self._decoder).record_ahead(
-            self._decoder
-        )
+        self._at_rest = True  # also if this fails
+        recordings = recordings_of(self._decoder)
+        made = self._runner.record_ahead() or recordings.record_ahead(self._decoder)
+        self._at_rest = not made
+        return made
 
     def _compile(self) -> None:
         num_rows, num_before = self._left[-1]

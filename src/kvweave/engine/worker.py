@@ -213,7 +213,8 @@ class Worker:
             busy = self._guarded_step()
             with inbox.changed:
                 if not busy and not inbox and not inbox.is_closed:
-                    inbox.changed.wait(self._idle_s)
+                    due_s = self._lifecycle.due_s
+                    inbox.changed.wait(self._idle_s if due_s is None else due_s)
                 ending = inbox.is_closed
                 if ending or (not busy and not inbox and self._lifecycle.is_idle):
                     self._thread = None
