@@ -181,32 +181,6 @@ def test_steps_of_their_own_take_turns_with_the_common_one() -> None:
     assert order[3] == [fused[1]]
 
 
-def test_short_steps_of_their_own_follow_each_other() -> None:
-    """Up to as many rows as a step beside answers may have (8): then it is the answers' turn."""
-    world = World(cfg=replace(CFG, max_running=9))
-    plain = world.add(4)
-    world.step()
-    fused = [world.add(20, own=True) for _ in range(4)]
-    for sequence in fused:
-        sequence.cached = 17  # of 20 rows
-    order = [[sequence for sequence, _ in world.step()] for _ in range(6)]
-    assert order[0] == [plain], "the first is let in"
-    assert order[1:4] == [[one] for one in fused[:3]]
-    assert plain in order[4], "9 rows are enough"
-    assert order[5] == [fused[3]]
-
-
-def test_a_step_of_its_own_is_not_followed_by_that_of_a_speculation() -> None:
-    world = World(cfg=replace(CFG, max_running=9))
-    plain = world.add(4)
-    world.step()
-    fused, guess = world.add(20, own=True), world.add(20, own=True, held=True)
-    fused.cached = guess.cached = 17
-    assert [one for one, _ in world.step()] == [plain]
-    assert world.step() == [(fused, 0)]
-    assert plain in [one for one, _ in world.step()]
-
-
 def test_a_speculation_that_leaves_for_another_has_no_rows_in_the_step() -> None:
     world = World(pages=10, cfg=GUESSING)
     guess = world.add(36, held=True)

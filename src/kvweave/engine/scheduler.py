@@ -10,9 +10,7 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
        Where nothing else is to be computed they may have more, if the config says so: a step that
        has nothing but speculations then gives way between two layers (`giving_way.py`).
        A slice may be longer than what is left by rows that cannot be cut, once per step
-    3  then those that wait, while there is room for their whole prompt. One that wants a step of
-       its own has it next, and another right behind it while all these have fewer rows than a step
-       beside answers may have
+    3  then those that wait, while there is room for their whole prompt
     4  if none of these has a row: one in the background, in short steps, the first to come
 
 Tenants share all of this: whose turn it is comes before which of their sequences it is
@@ -299,7 +297,6 @@ class Scheduler(Generic[S]):
         self.parked: list[S] = []  # speculations whose pages others needed
         self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
-        self._own_rows = 0  # of own steps since the last common one
         self.ranks = FairRanks()
 
     def add(self, sequence: S) -> None:
@@ -366,10 +363,7 @@ class Scheduler(Generic[S]):
         """The next step of all that are not in the background."""
         for one in self._foreground():
             if one.progress.own_step:  # let in by the last common step: they take turns
-                return self._own_step(one)
-        new = self._next_in({}) if self._may_follow() else None
-        if new is not None and new.progress.own_step:
-            return self._own_step(new)
+                return [StepSlice(one, 0)]
         together = [one for one in self._foreground() if one.progress.needed]
         left = self._alone_rows
         if any(one.progress.needed == 1 for one in together):
@@ -388,24 +382,11 @@ class Scheduler(Generic[S]):
         while left and (new := self._next_in(rows_of)) is not None:
             if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
-                    return self._own_step(new)
+                    return [StepSlice(new, 0)]
                 break
             rows_of[new] = self._share(new, left, rows_of)
             left -= rows_of[new]
-        self._own_rows = 0
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
-
-    def _own_step(self, sequence: S) -> list[StepSlice[S]]:
-        self._own_rows += self._pages.lengths(sequence)[1]
-        return [StepSlice(sequence, 0)]
-
-    def _may_follow(self) -> bool:
-        """Whether one own step may follow another at once: together they are no longer than a
-        common step may be, and it is the turn of one that wants such a step."""
-        if not 0 < self._own_rows < self._step_rows:
-            return False
-        best = self.waiting.best()
-        return best is not None and best.progress.own_step and not best.progress.held
 
     def _parts(self, together: Sequence[S], left: int) -> dict[str, int]:
         """Rows of a step for prompts of each tenant, where several have some; a long prompt of one

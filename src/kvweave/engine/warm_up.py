@@ -20,6 +20,7 @@ from kvweave.engine.pages import PageAllocator
 from kvweave.engine.runner import Runner
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.dispatch import has_triton
+from kvweave.kernels.host import on_device
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rows import Rows
@@ -27,6 +28,7 @@ from kvweave.model.rows import Rows
 log = logging.getLogger(__name__)
 # a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)
 ROWS = (40, 1, 4, 8)
+TABLES = (torch.int64, torch.int32, torch.uint8)  # a kernel fetches tables in words of each length
 MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
 REST_S = 0.5  # without a request, before something is made
 
@@ -97,6 +99,8 @@ class WarmUp:
         """By a decoder of its own: nobody has asked for this, and who made the engine may still be
         using the other."""
         decoder = Decoder(self._decoder.spec, self._decoder.weights)
+        for dtype in TABLES:
+            on_device(torch.zeros(1, dtype=dtype), decoder.device)
         num_pages = -(-(num_before + num_rows) // self._pool.page_tokens)
         kv = PagedKV(self._pool, [*pages] * (num_pages // len(pages)))
         positions = range(num_before, num_before + num_rows)
