@@ -1,5 +1,5 @@
-"""A step that nobody waits for ends between two layers when it stands in the way: guesses here, idle
-time in test_background.py."""
+"""A step that nobody waits for ends between two layers when it stands in the way: guesses here.
+Idle time is in test_background.py."""
 
 import random
 import threading
