@@ -91,9 +91,15 @@ def main() -> None:
     said = {
         "tables": {t.data: t.num_questions for t in every},
         "chosen": {size: chosen_of(of_size(alone, size)) for size in SIZES},
-        "chosen_with_history": chosen_of(every),
+        "chosen_with_history": {size: chosen_of(behind_history(every, size)) for size in SIZES},
     }
     finish(__doc__, said)
+
+
+def behind_history(tables: Sequence[Table], num_chunks: int) -> list[Table]:
+    """Those that speak for so many chunks behind a history."""
+    alone = [table for table in tables if not table.has_history]
+    return [*of_size(alone, num_chunks), *(table for table in tables if table.has_history)]
 
 
 def chosen_of(tables: Sequence[Table]) -> list[Any] | None:

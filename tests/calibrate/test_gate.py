@@ -192,7 +192,24 @@ def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks()
 
     for _ in range(2):  # the second time remembered
         assert [ratio(n) for n in (1, 5, 6, 10, 99)] == [0.1, 0.1, 0.2, 0.2, 0.2]
-    assert ratio(5, told=True) is None, "behind a history all of them, within half the bound"
+    assert ratio(5, told=True) is None, "no table has a history: all of them, and half the bound"
+
+
+def test_behind_a_history_the_number_of_chunks_counts_and_not_the_tokens() -> None:
+    few = sized("hops", 5.0, *ratios(0.01, 0.01, 0.01))
+    many = sized("hops", 24.0, *ratios(0.1, 0.1, 0.01), most_tokens=5500)
+    talk = sized("talk", 4.6, *ratios(0.1, 0.01, 0.01), most_tokens=3200)
+    gate = CalibratedGate([few, many, talk], "p")
+
+    def ratio(num_tokens: int, num_chunks: int) -> float | None:
+        return gate.min_ratio("weave", 0.02, PromptShape(num_tokens, num_chunks, True)).ratio
+
+    for _ in range(2):  # the second time remembered
+        assert ratio(900, 5) == 0.2, "conversations speak, tables of many chunks do not"
+        assert ratio(4096, 5) == 0.2
+        assert ratio(4097, 5) == 0.3, "longer than where length does not matter: all of them"
+        assert ratio(900, 6) == 0.3
+        assert ratio(5501, 5) is None
 
 
 def test_few_chunks_that_are_long_are_for_a_table_of_more_too() -> None:
@@ -219,9 +236,10 @@ def test_packaged_tables_open_no_wider_for_more_chunks(path: Path) -> None:
     strategies = {cell.strategy for table in profile.calibration for cell in table.cells}
     for strategy in strategies - {"order"}:
         for num_tokens in (500, 1500, 3000):
-            shapes = [PromptShape(num_tokens, n) for n in range(1, 30)]
-            found = [gate.min_ratio(strategy, 0.02, shape).ratio or 1.0 for shape in shapes]
-            assert found == sorted(found), (strategy, num_tokens)
+            for has_history in (False, True):
+                shapes = [PromptShape(num_tokens, n, has_history) for n in range(1, 30)]
+                found = [gate.min_ratio(strategy, 0.02, shape).ratio or 1.0 for shape in shapes]
+                assert found == sorted(found), (strategy, num_tokens, has_history)
 
 
 def test_users_own_questions_speak_for_any_number_of_chunks() -> None:

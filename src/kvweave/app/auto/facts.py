@@ -117,10 +117,11 @@ class CalibratedGate:
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). A kind that
     was measured at several numbers of chunks speaks by the smallest that covers the prompt and
-    those below it (`gate.of_size`), behind a history by all of them. What was measured behind
-    another system prompt, or without a history where there is one, is held to half the bound. Long
-    prompts, longer than all that were measured, do not pass. Tables of few questions count with
-    wider intervals, and those of very few not at all. Pure: any thread.
+    those below it (`gate.of_size`). A history is not fused: behind one the chunks of a prompt count
+    and not its tokens, and tables that have a history speak besides. What was measured behind
+    another system prompt, or without a history where no table has one, is held to half the bound.
+    Long prompts, longer than all that were measured, do not pass. Tables of few questions count
+    with wider intervals, and those of very few not at all. Pure: any thread.
     """
 
     def __init__(self, tables: Sequence[Table], preamble: str) -> None:
@@ -140,10 +141,8 @@ class CalibratedGate:
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         """Remembers what it found: it is asked for every strategy of every request."""
-        size, length = 0, 0
-        if not shape.has_history:
-            size = bisect_left(self._sizes, shape.num_chunks)
-            length = bisect_left(self._lengths, shape.num_tokens)
+        size = bisect_left(self._sizes, shape.num_chunks)
+        length = bisect_left(self._lengths, _counted_tokens(shape))
         alike = shape.has_history, size, length
         found = self._deciding.get(alike)
         if found is None:
@@ -198,10 +197,13 @@ class CalibratedGate:
         return self.min_ratio(ORDER_CELL, bound, shape)
 
     def _find_deciding(self, shape: PromptShape) -> tuple[Table, ...]:
+        alone = [t for t in self._tables if not t.has_history] or self._tables
+        sized = of_size(alone, shape.num_chunks, _counted_tokens(shape))
         if not shape.has_history:
-            alone = [t for t in self._tables if not t.has_history]
-            return of_size(alone or self._tables, shape.num_chunks, shape.num_tokens)
-        both = {id(table): table for table in (*self._tables, *self._with_history)}
+            return sized
+        if self._with_history is self._tables:
+            return self._tables  # none has a history
+        both = {id(table): table for table in (*sized, *self._with_history)}
         return tuple(both.values())
 
     def _of(self, table: Table, strategy: str) -> dict[float, Cell]:
@@ -212,6 +214,13 @@ class CalibratedGate:
         share = 1.0 if table.preamble == self._preamble else ELSEWHERE
         covered = table.has_history or not has_history
         return share if covered or self._with_history is not self._tables else share * ELSEWHERE
+
+
+def _counted_tokens(shape: PromptShape) -> int:
+    """Tokens by which the size of a prompt is judged. With a history they say nothing of its chunks
+    and count only where length was measured to matter."""
+    counts = not shape.has_history or shape.num_tokens > LENGTH_MATTERS
+    return shape.num_tokens if counts else 0
 
 
 def _longest_allowed(tables: Sequence[Table]) -> float:
