@@ -108,7 +108,7 @@ def serve(
     gate: CalibratedGate, line: dict[str, Any], kind: str, args: argparse.Namespace
 ) -> Served:
     """What `auto` does with a question."""
-    shape = PromptShape(line["tokens"], line["chunks"], kind == "conversation")
+    shape = PromptShape(line["tokens"], line["chunks"], kind == "conversation", line.get("said", 0))
     passing = list(_passing(gate, line, shape, args))
     if not passing:
         return Served("exact", 0.0, False, 1.0)

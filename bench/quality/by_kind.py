@@ -177,6 +177,7 @@ class Bench:
             "number": task.number,
             "tokens": found.num_tokens,
             "chunks": found.num_chunks,
+            "said": len(task.case.history),
             "noise": found.noise,
             "tf32": torch.backends.cuda.matmul.allow_tf32,
             "settings": [[each.strategy.name, each.ratio] for each in self.settings],

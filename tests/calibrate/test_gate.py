@@ -195,21 +195,23 @@ def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks()
     assert ratio(5, told=True) is None, "no table has a history: all of them, and half the bound"
 
 
-def test_behind_a_history_the_number_of_chunks_counts_and_not_the_tokens() -> None:
+def test_what_was_said_does_not_make_a_prompt_larger() -> None:
     few = sized("hops", 5.0, *ratios(0.01, 0.01, 0.01))
     many = sized("hops", 24.0, *ratios(0.1, 0.1, 0.01), most_tokens=5500)
     talk = sized("talk", 4.6, *ratios(0.1, 0.01, 0.01), most_tokens=3200)
     gate = CalibratedGate([few, many, talk], "p")
 
-    def ratio(num_tokens: int, num_chunks: int) -> float | None:
-        return gate.min_ratio("weave", 0.02, PromptShape(num_tokens, num_chunks, True)).ratio
+    def ratio(num_tokens: int, num_chunks: int, said: int) -> float | None:
+        shape = PromptShape(num_tokens, num_chunks, True, said)
+        return gate.min_ratio("weave", 0.02, shape).ratio
 
     for _ in range(2):  # the second time remembered
-        assert ratio(900, 5) == 0.2, "conversations speak, tables of many chunks do not"
-        assert ratio(4096, 5) == 0.2
-        assert ratio(4097, 5) == 0.3, "longer than where length does not matter: all of them"
-        assert ratio(900, 6) == 0.3
-        assert ratio(5501, 5) is None
+        assert ratio(900, 5, 300) == 0.2, "conversations speak, tables of many chunks do not"
+        assert ratio(4096, 5, 1096) == 0.2
+        assert ratio(4096, 5, 1095) == 0.3, "its chunks are longer than what `few` had"
+        assert ratio(4097, 5, 1097) == 0.3, "longer than where length does not matter"
+        assert ratio(900, 6, 300) == 0.3
+        assert ratio(5501, 5, 5000) is None
 
 
 def test_few_chunks_that_are_long_are_for_a_table_of_more_too() -> None:

@@ -6,13 +6,21 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from torch import Tensor
 
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
+from kvweave.engine.page_manager import make_pool
+from kvweave.engine.request import Ticket
+from kvweave.engine.runner import Runner
+from kvweave.engine.scheduler import MOST_GIVEN_UP
+from kvweave.kernels.recording import count_refusals
 from kvweave.model.decoder import Decoder
+from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
 from worlds.engine import SMALL, alone, ids, plain, tokens, until, with_chunks
+from worlds.recordings import without_kernels
 
 CFG = replace(SMALL, alone_rows=64, guess_rows=4, guess_alone_rows=64)
 LONG = plain(ids(random.Random(1), 40), max_tokens=3)
@@ -116,6 +124,94 @@ def test_idle_time_gives_way_to_a_guess(decoder: Decoder) -> None:
         assert stopping.rows[:3] == [20, 3, 20]
         guess.cancel()
         assert guess.wait(30)
+
+
+def test_what_gave_way_too_often_runs_through(decoder: Decoder) -> None:
+    """Else nothing would ever be computed in idle time where requests come all the time."""
+    tickets: list[Ticket] = []
+    own = Decoder(decoder.spec, decoder.weights)
+    with Engine(own, replace(CFG, background_rows=20)) as engine:
+        heard = own.on_layer
+
+        def arrive() -> None:
+            """Somebody asks in every layer of idle time."""
+            if engine._worker._giving_step is not None:
+                tickets.append(engine.submit(plain([7, 8], max_tokens=1)))
+            heard()
+
+        own.on_layer = arrive
+        behind = engine.submit(replace(LONG, background=True))
+        assert list(behind) == alone(decoder, LONG)
+        assert engine.stats()["steps_given_up"] == len(tickets)
+        steps = -(-40 // 20) + 2  # of the prompt, and of all tokens but the first
+        assert len(tickets) == MOST_GIVEN_UP * steps
+        assert all(len(list(ticket)) == 1 for ticket in tickets)
+        engine.run_alone(engine.check_integrity)
+
+
+def test_a_guess_is_not_lost_with_its_neighbour(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    other = plain(ids(random.Random(4), 9), max_tokens=3)
+    guesses: list[Ticket] = []
+    with Engine(stopping, CFG) as engine:
+        engine.run_alone(lambda: guesses.extend(engine.submit(r, held=True) for r in (LONG, other)))
+        assert stopping.stopped.wait(30)
+        guesses[0].cancel()
+        stopping.goes_on.set()
+        until(lambda: guesses[1].timeline.prefilled_s is not None)
+        assert stopping.rows == [49], "both in one step"
+        assert engine.stats()["steps_given_up"] == 0
+        guesses[1].release()
+        assert list(guesses[1]) == alone(decoder, other)
+
+
+@pytest.mark.parametrize(("held", "given_up"), [(True, 1), (False, 0)])
+def test_a_guess_gives_way_to_a_job_and_idle_time_does_not(
+    decoder: Decoder, held: bool, given_up: int
+) -> None:
+    stopping = StoppingDecoder(decoder)
+    with Engine(stopping, replace(CFG, background_rows=20)) as engine:
+        ticket = engine.submit(replace(LONG, background=not held), held=held)
+        assert stopping.stopped.wait(30)
+        engine._worker.post(lambda: None)
+        stopping.goes_on.set()
+        until(lambda: len(stopping.rows) > 1)
+        assert engine.stats()["steps_given_up"] == given_up
+        ticket.cancel()
+        assert ticket.wait(30)
+
+
+def test_a_closed_engine_does_not_wait_for_a_guess(decoder: Decoder) -> None:
+    stopping = StoppingDecoder(decoder)
+    engine = Engine(stopping, CFG)
+    ticket = engine.submit(LONG, held=True)
+    assert stopping.stopped.wait(30)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    until(lambda: engine._inbox.is_closed)
+    stopping.goes_on.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert stopping.layers == [], "it was given up in the layer that it was in"
+    assert ticket.wait(30)
+
+
+def test_a_step_that_gives_way_is_not_recorded(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What interrupts a recording would end it for good."""
+    without_kernels(monkeypatch)
+    cfg = replace(SMALL, background_rows=50)
+    pool = make_pool(cfg, decoder)
+    recorded = RecordedDecode(decoder, pool, 64)
+    idle = replace(plain(ids(random.Random(1), 9), max_tokens=6), background=True)
+    with Engine(decoder, cfg, pool=pool, runner=Runner(decoder, recorded)) as engine:
+        assert list(engine.submit(idle)) == alone(decoder, idle)
+        assert recorded.num_played == 0
+        again = replace(idle, background=False)
+        assert list(engine.submit(again)) == alone(decoder, again)
+        assert recorded.num_played > 0
+        assert count_refusals(recorded.refusals)["recordings_failed"] == 0
 
 
 def test_where_guesses_are_short_each_step_is_computed_to_its_end(decoder: Decoder) -> None:

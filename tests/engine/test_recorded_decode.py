@@ -58,9 +58,9 @@ class Watched(RecordedDecode):
         super().__init__(decoder, pool, most_rows)
         self.asked: list[list[int]] = []  # rows of each sequence, by step
 
-    def play(self, batch: Sequence[Rows]) -> StepResult | None:
+    def play(self, batch: Sequence[Rows], *, may_record: bool = True) -> StepResult | None:
         self.asked.append([len(rows.token_ids) for rows in batch])
-        return super().play(batch)
+        return super().play(batch, may_record=may_record)
 
 
 def watched_engine(decoder: Decoder, cfg: EngineConfig = SMALL) -> tuple[Engine, Watched]:
@@ -387,7 +387,9 @@ def test_a_held_prompt_keeps_its_logits_through_later_steps(
     overwriting = RecordedDecode.play
     last: list[StepResult] = []
 
-    def play(self: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
+    def play(
+        self: RecordedDecode, batch: Sequence[Rows], *, may_record: bool = True
+    ) -> StepResult | None:
         for found in last:
             found.logits.fill_(float("nan"))
         last[:] = filter(None, [overwriting(self, batch)])
@@ -412,7 +414,9 @@ def test_sequences_tried_one_by_one_do_not_get_each_others_logits(
     plays = RecordedDecode.play
     results: list[torch.Tensor] = []  # where the recording leaves its logits
 
-    def play(self: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
+    def play(
+        self: RecordedDecode, batch: Sequence[Rows], *, may_record: bool = True
+    ) -> StepResult | None:
         if len(batch) > 1:
             raise RuntimeError("this batch fails")
         played = plays(self, batch)

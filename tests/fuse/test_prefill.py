@@ -12,6 +12,7 @@ import torch
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import ChunkPass, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.fuse import _best, _token_of
 from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
@@ -507,3 +508,18 @@ def test_what_a_codec_rounded_is_not_called_exact(
     want = full_prefill(decoder, PREAMBLE + CHUNKS[0] + QUESTION).log_softmax(-1)
     kl = (want.exp() * (want - got.logits.log_softmax(-1))).sum()
     assert 0.0 < float(kl) < (0.1 if codec == "int4" else 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("logits", "token_id"),
+    [
+        ([0.5, 3.0, -1.0], 1),
+        ([0.5, math.nan, 9.0], None),
+        ([0.5, math.inf, 9.0], None),
+        ([-math.inf, -2.0, -math.inf], 1),
+    ],
+)
+def test_the_likeliest_token_is_known_where_there_are_numbers(
+    logits: list[float], token_id: int | None
+) -> None:
+    assert _token_of(_best(torch.tensor(logits))) == token_id

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
 from kvweave.kv.tree.behind import TreeBehind
 from kvweave.plan.cost import StrategyInfo
+from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
@@ -230,6 +231,21 @@ def test_the_chunks_stand_behind_the_history() -> None:
     assert plan.chosen.rows == 350 + 60 + 10
     alone = planner.plan(ask("b300", "c300"))
     assert price(plan) > price(alone), "the history is computed and paid for"
+
+
+def test_the_gate_hears_of_all_that_might_be_fused() -> None:
+    shapes: list[PromptShape] = []
+
+    class Listening(OpenGate):
+        def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
+            shapes.append(shape)
+            return super().min_ratio(strategy, bound, shape)
+
+    planner = make_planner(stored=on_disk("a300", "b300"), gate=Listening(weave=0.1))
+    planner.plan(ask("a300", "b300"))
+    planner.plan(ask("b300", "c300", history=tuple(refs(["a300", "h50"]))))
+    assert shapes[0] == PromptShape(4 + 600 + 10, 2)
+    assert shapes[-1] == PromptShape(4 + 950 + 10, 3, True, 50), "a chunk of an earlier turn counts"
 
 
 def test_behind_a_history_no_chunk_is_exact_from_the_store() -> None:

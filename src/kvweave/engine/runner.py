@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from kvweave.model.rows import Rows, wanted_rows
 log = logging.getLogger(__name__)
 NO_NUMBER = -1  # instead of the likeliest token, where the logits are no numbers
 SequenceSlice = StepSlice[EngineSequence]
+PlayStep = Callable[[Sequence[Rows]], StepResult | None]
 
 
 class SliceResult(NamedTuple):
@@ -58,20 +60,20 @@ class Runner:
         """Record a sort of step that was computed before, between two steps. False: none left."""
         return self._recorded is not None and self._recorded.record_ahead()
 
-    def run(self, slices: Sequence[SequenceSlice]) -> StepOutput:
+    def run(self, slices: Sequence[SequenceSlice], *, may_record: bool = True) -> StepOutput:
         """Compute the rows of all slices. An error is in the result of the slice that caused it.
-        Raises StepGivenUp where the decoder's `on_layer` does."""
+        Raises StepGivenUp where the decoder's `on_layer` does; such a step may not be recorded on
+        the way, because what a recording runs into ends it for good."""
         started_s = time.perf_counter()
-        results = self._run(slices, self._recorded)
+        play = None if self._recorded is None else partial(_play, self._recorded, may_record)
+        results = self._run(slices, play)
         return StepOutput(results, time.perf_counter() - started_s)
 
-    def _run(
-        self, slices: Sequence[SequenceSlice], recorded: RecordedDecode | None
-    ) -> list[SliceResult]:
+    def _run(self, slices: Sequence[SequenceSlice], play: PlayStep | None) -> list[SliceResult]:
         """What fails together is tried one by one, so that the slice to blame fails alone. Rows may
         run twice; they write what they wrote before."""
         try:
-            return self._forward(slices, recorded)
+            return self._forward(slices, play)
         except StepGivenUp:
             raise
         except Exception as error:
@@ -83,11 +85,9 @@ class Runner:
             return [result for each in slices for result in self._run([each], None)]
 
     @torch.inference_mode()
-    def _forward(
-        self, slices: Sequence[SequenceSlice], recorded: RecordedDecode | None
-    ) -> list[SliceResult]:
+    def _forward(self, slices: Sequence[SequenceSlice], play: PlayStep | None) -> list[SliceResult]:
         batch = [each.sequence.rows(each.num_rows) for each in slices]
-        played = None if recorded is None else _play(recorded, batch)
+        played = None if play is None else play(batch)
         logits = self._decoder.forward(batch) if played is None else played.logits  # [wanted, V]
         through = [each.sequence for each, rows in zip(slices, batch, strict=True) if rows.wanted]
         likeliest: list[int] = []
@@ -107,12 +107,12 @@ class Runner:
         return results
 
 
-def _play(recorded: RecordedDecode, batch: Sequence[Rows]) -> StepResult | None:
+def _play(recorded: RecordedDecode, may_record: bool, batch: Sequence[Rows]) -> StepResult | None:
     """What a recorded step gives those of its rows that need logits; None: it is not recorded."""
     singles = one_by_one(batch)
     if singles is None or not any(rows.wanted for rows in batch):
         return None
-    played = recorded.play(singles)
+    played = recorded.play(singles, may_record=may_record)
     if played is None or len(singles) == len(batch):
         return played
     at = on_device(wanted_rows(batch), played.logits.device)

@@ -38,6 +38,7 @@ from kvweave.engine.fair_ranks import FairRanks
 from kvweave.errors import ConfigError
 
 NEWCOMER = "\0"  # stands for a tenant of which nothing runs yet
+MOST_GIVEN_UP = 3  # steps of a sequence in a row; the next runs through
 WINDOW = 32  # at most so many sequences overtake any other
 
 
@@ -97,6 +98,7 @@ class Progress:
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
     preempted: int = 0  # times its pages were taken away
     background: bool = False  # computed in idle time alone
+    given_up: int = 0  # steps of it in a row, for others
     tenant: str = ""  # whose it is
 
     @property
@@ -110,6 +112,7 @@ class Progress:
 
     def advance(self, num_rows: int) -> None:
         """So many of its rows were computed."""
+        self.given_up = 0
         if self.sparse is None:
             self.computed += num_rows
             return
@@ -285,7 +288,7 @@ class Scheduler(Generic[S]):
         assert cfg.alone_rows is not None, "in both cases"
         assert cfg.background_rows is not None, "and in idle time"
         self._guess_rows = cfg.guess_rows or cfg.alone_rows
-        self._guess_alone_rows = cfg.guess_alone_rows or self._guess_rows
+        self._guess_alone_rows = max(cfg.guess_alone_rows or 0, self._guess_rows)
         self._step_rows, self._alone_rows = cfg.step_rows, cfg.alone_rows
         self._background_rows = cfg.background_rows
         self._cfg = cfg
@@ -503,9 +506,11 @@ class Scheduler(Generic[S]):
 
 
 def _can_give_way(sequence: Scheduled) -> bool:
-    """Nobody waits for it, and its rows may run twice: those of a fused prompt move others."""
+    """Nobody waits for it, and its rows may run twice (those of a fused prompt move others). What
+    has given way too often does not: it would never get on where requests come all the time."""
     progress = sequence.progress
-    return (progress.held or progress.background) and progress.sparse is None
+    can = (progress.held or progress.background) and progress.sparse is None
+    return can and progress.given_up < MOST_GIVEN_UP
 
 
 def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:

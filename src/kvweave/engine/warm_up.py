@@ -53,7 +53,7 @@ class WarmUp:
 
     @property
     def is_over(self) -> bool:
-        """Whether all kernels of plain steps are compiled."""
+        """Whether all kernels of plain steps are compiled, or could not be."""
         return not self._left
 
     def request_ended(self) -> None:

@@ -19,6 +19,7 @@ from kvweave.engine.fused_step import LoadedPrompt
 from kvweave.engine.giving_way import GivingStep, StepGivenUp, Urgency, urgency
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
+from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.request import Ticket
 from kvweave.engine.runner import Runner, SequenceSlice
 from kvweave.engine.scheduler import Scheduler
@@ -159,14 +160,17 @@ class Worker:
 
     def _run(self, slices: Sequence[SequenceSlice]) -> None:
         """Compute a common step and hand out what it gave, if it is not given up."""
-        tickets = [each.sequence.ticket for each in slices]
-        if self._scheduler.gives_way(slices):
-            is_wanted = partial(self._is_wanted, tickets)
+        sequences = [each.sequence for each in slices]
+        gives_way = self._scheduler.gives_way(slices)
+        if gives_way:
+            is_wanted = partial(self._is_wanted, [each.ticket for each in sequences])
             self._giving_step = GivingStep(self._runner.device, is_wanted)
         try:
-            output = self._runner.run(slices)
+            output = self._runner.run(slices, may_record=not gives_way)
         except StepGivenUp:
             self.num_given_up += 1
+            for each in sequences:
+                each.progress.given_up += 1
             return
         finally:
             self._giving_step = None
@@ -175,14 +179,16 @@ class Worker:
     def _is_wanted(self, tickets: Sequence[Ticket]) -> bool:
         """Whether a step of guesses, or of idle time, should go on: one of the guesses was right,
         or nothing has happened that it stands in the way of."""
+        if self._inbox.is_closed:
+            return False
         if not self._inbox:
             return True
         own = max(map(urgency, tickets))
         if own is Urgency.AWAITED:
             return True
-        if any(ticket.is_cancelled for ticket in tickets):
+        if all(ticket.is_cancelled for ticket in tickets):
             return False
-        return all(_urgency_of(news) <= own for news in self._inbox.peek())
+        return not any(_comes_before(news, own) for news in self._inbox.peek())
 
     def _hear(self) -> None:
         """Take in all that was posted before."""
@@ -248,15 +254,17 @@ class Worker:
                 log.exception("a request could not give back what it held")
 
 
-def _urgency_of(news: News) -> Urgency:
-    """Of what the engine would do next, hearing this."""
+def _comes_before(news: News, own: Urgency) -> bool:
+    """Whether what the engine would do next, hearing this, is more urgent than `own`."""
     match news:
-        case Ticket() if not (news.is_cancelled or news.is_done):
-            return urgency(news)
+        case Ticket():
+            return not (news.is_cancelled or news.is_done) and urgency(news) > own
         case LoadedPrompt():
-            return urgency(news.sequence.ticket)
-        case _:
-            return Urgency.IDLE_TIME
+            return urgency(news.sequence.ticket) > own
+        case ArrivedCopy():
+            return False
+        case _:  # a job: a request may wait for it, and then again it may be of idle time itself
+            return own is Urgency.GUESSED
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

@@ -181,7 +181,8 @@ class _ProbeUnderWay(NamedTuple):
     ) -> bool:
         asked = (tuple(ids), first, tuple(layers))
         same = asked == (self.ids, self.first, self.layers)
-        return same and (front[0].k if front else None) is self.shown()
+        shown = self.shown()
+        return same and (shown is front[0].k if front else self.shown is _nothing)
 
 
 def _kind(ids: Sequence[int], layers: Sequence[int], front: Sequence[LayerKV]) -> ProbeKind | None:

@@ -185,8 +185,8 @@ class Decoder:
             return layer
         step = end - layer if len(h) <= FEW_ROWS else 1
         for first in range(layer, end, step):
-            kernels.run(range(first, first + step), h, angles, placed)
             self.on_layer()
+            kernels.run(range(first, first + step), h, angles, placed)
         return end
 
     def _layers(self, h: Tensor) -> CompiledLayers | None:

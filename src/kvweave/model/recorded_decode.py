@@ -166,9 +166,10 @@ class RecordedDecode:
         return {made.graph.memory_pool for made in self._recordings.values() if made is not None}
 
     @torch.inference_mode()
-    def play(self, batch: Sequence[Rows]) -> StepResult | None:
-        """Compute a step that `is_decode`. None: it is not recorded (yet), or its sequences hold
-        more chunks than a recording has room for, and nothing was done."""
+    def play(self, batch: Sequence[Rows], *, may_record: bool = True) -> StepResult | None:
+        """Compute a step that `is_decode`. None: it is not recorded (yet, or because it may not be
+        now), or its sequences hold more chunks than a recording has room for, and nothing was
+        done."""
         size = padded_rows(len(batch))
         if size > self._most_rows:
             return None
@@ -176,7 +177,9 @@ class RecordedDecode:
         if (size, kind) not in self._recordings:  # the first of its size warms everything up
             self._recordings[size, kind] = None
             return None
-        recording = self._recordings[size, kind] or self._record(size, kind)
+        recording = self._recordings[size, kind]
+        if recording is None and may_record:
+            recording = self._record(size, kind)
         played = None if recording is None else recording.play(batch)
         self.num_played += played is not None
         return played

@@ -37,8 +37,9 @@ class PromptShape(NamedTuple):
     """What the price of a shortcut depends on, of one prompt."""
 
     num_tokens: int
-    num_chunks: int
+    num_chunks: int  # that might be fused, those of earlier turns among them
     has_history: bool = False
+    num_said_tokens: int = 0  # of the history, in what cannot be fused
 
 
 class Verdict(NamedTuple):

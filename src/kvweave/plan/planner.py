@@ -10,13 +10,14 @@ What is fused, and whether a model was calibrated for it, comes from outside as 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.close_calls import CloseCalls
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
+from kvweave.plan.layout import Stored
 from kvweave.plan.options import Candidate, FusionLimits
 from kvweave.plan.ordering import AccessTable, OrderPermission
 from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
@@ -30,6 +31,7 @@ from kvweave.plan.pricing import (
 )
 from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
 from kvweave.plan.trial import TRIALS, TrialBudget, find_rows_trial, find_trial, with_trial
+from kvweave.types import ChunkId
 
 
 def _nothing() -> Mapping[str, int]:
@@ -69,11 +71,12 @@ class Planner:
     def plan(self, request: PlanRequest) -> Plan:
         """The cheapest option that request and gate allow."""
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
-        allowed, declined = self._allowed(request)
         stored = self.peek([part.id for part in (*request.history, *chunks)])
+        shape = _shape(request, stored, self.tree.root.num_tokens)
+        allowed, declined = self._allowed(request, shape)
         now_s, busy = self.now_s(), self.is_busy()
         facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
-        permission, order_kept = self._permission(request)
+        permission, order_kept = self._permission(request, shape)
         pricing = RequestPricing(request, chunks, facts, permission)
         ordering = pricing.order(self.accesses, self.is_tree_full())
         priced = pricing.price(ordering.chunks)
@@ -159,11 +162,12 @@ class Planner:
         if load is not None and link is not None:
             link.paid_when(beside).observe(load, actual_s, self.now_s())
 
-    def _permission(self, request: PlanRequest) -> tuple[OrderPermission, Reason | None]:
+    def _permission(
+        self, request: PlanRequest, shape: PromptShape
+    ) -> tuple[OrderPermission, Reason | None]:
         """Order is a shortcut like any other: it goes through the gate, which may say why not."""
         if request.order is not OrderPermission.AUTO:
             return request.order, None
-        shape = _shape(request, self.tree.root.num_tokens)
         verdict = self.gate.may_reorder(request.quality_bound, shape)
         if verdict.ratio is not None:
             return OrderPermission.FREE, None
@@ -180,14 +184,15 @@ class Planner:
             shares=costs.shares_at(now_s, busy),
         )
 
-    def _allowed(self, request: PlanRequest) -> tuple[list[AllowedStrategy], list[Option]]:
+    def _allowed(
+        self, request: PlanRequest, shape: PromptShape
+    ) -> tuple[list[AllowedStrategy], list[Option]]:
         """What the gate lets through, and why not the others."""
         allowed: list[AllowedStrategy] = []
         passed: list[Option] = []
         refused: dict[str, Reason] = {}
         if request.reuse is Reuse.OFF:
             return [], []
-        shape = _shape(request, self.tree.root.num_tokens)
         for strategy in request.strategies:
             if request.reuse is not Reuse.AUTO:
                 refused[strategy.name] = Reason.FORBIDDEN
@@ -208,7 +213,15 @@ class Planner:
         return allowed, [*declined, *passed]
 
 
-def _shape(request: PlanRequest, preamble_tokens: int) -> PromptShape:
+def _shape(
+    request: PlanRequest, stored: Mapping[ChunkId, Sequence[Stored]], preamble_tokens: int
+) -> PromptShape:
     parts = (*request.history, *request.chunks)
     num_tokens = preamble_tokens + sum(part.num_tokens for part in parts) + request.question_tokens
-    return PromptShape(num_tokens, len(request.chunks), bool(request.history))
+    said = [part for part in request.history if not stored.get(part.id)]
+    return PromptShape(
+        num_tokens,
+        len(parts) - len(said),
+        bool(request.history),
+        sum(part.num_tokens for part in said),
+    )

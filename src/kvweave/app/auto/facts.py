@@ -117,8 +117,8 @@ class CalibratedGate:
 
     The user's own questions, where there are enough, decide alone (`gate.deciding`). A kind that
     was measured at several numbers of chunks speaks by the smallest that covers the prompt and
-    those below it (`gate.of_size`). A history is not fused: behind one the chunks of a prompt count
-    and not its tokens, and tables that have a history speak besides. What was measured behind
+    those below it (`gate.of_size`); of a history chunks that might be fused count, words do not,
+    and tables that have a history speak besides. What was measured behind
     another system prompt, or without a history where no table has one, is held to half the bound.
     Long prompts, longer than all that were measured, do not pass. Tables of few questions count
     with wider intervals, and those of very few not at all. Pure: any thread.
@@ -217,10 +217,10 @@ class CalibratedGate:
 
 
 def _counted_tokens(shape: PromptShape) -> int:
-    """Tokens by which the size of a prompt is judged. With a history they say nothing of its chunks
-    and count only where length was measured to matter."""
-    counts = not shape.has_history or shape.num_tokens > LENGTH_MATTERS
-    return shape.num_tokens if counts else 0
+    """Tokens by which the size of a prompt is judged. Nothing of what was said is fused: it counts
+    only where the length of a prompt was measured to matter."""
+    is_long = shape.num_tokens > LENGTH_MATTERS
+    return shape.num_tokens if is_long else shape.num_tokens - shape.num_said_tokens
 
 
 def _longest_allowed(tables: Sequence[Table]) -> float:
