@@ -231,7 +231,7 @@ QUOTED = [
     ),
     *quoted(
         "engine.md",
-        ("at most {} requests that came later overtake any other", "engine.scheduler:WINDOW"),
+        ("at most {} requests that came later overtake any other", "engine.waiting_queue:WINDOW"),
         ("At most an eighth of the pool's bytes", "engine.offload:POOL_SHARE == 8"),
         ("and {} GiB, is on its way", "engine.offload:MOST_BYTES >> 30"),
         (

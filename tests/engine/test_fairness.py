@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.fair_ranks import FairRanks, share_of
-from kvweave.engine.scheduler import Progress, Scheduler
+from kvweave.engine.progress import Progress
+from kvweave.engine.scheduler import Scheduler
 
 CFG = EngineConfig(page_tokens=4, max_running=4, step_rows=8, alone_rows=16, background_rows=3)
 

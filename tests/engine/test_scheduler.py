@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.scheduler import Progress, Scheduler, SparseRows
+from kvweave.engine.progress import Progress, SparseRows
+from kvweave.engine.scheduler import Scheduler
 
 CFG = EngineConfig(page_tokens=4, max_running=3, step_rows=8, alone_rows=16, background_rows=3)
 GUESSING = replace(CFG, guess_rows=4)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.engine.scheduler import WINDOW, Progress, WaitingQueue, order_priority
+from kvweave.engine.progress import Progress
+from kvweave.engine.waiting_queue import WINDOW, WaitingQueue, order_priority
 from kvweave.errors import ConfigError
 
 

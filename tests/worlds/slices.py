@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kvweave.engine.scheduler import SparseRows
+from kvweave.engine.progress import SparseRows
 from kvweave.fuse.prepared import prepare
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy

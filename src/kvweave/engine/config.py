@@ -40,9 +40,8 @@ class EngineConfig:
     guess_rows: int | None = None  # of a speculation in one step with others
     guess_alone_rows: int | None = None  # in one that has nothing but speculations; None: as many,
     # on a GPU all. If these are more, such a step is given up between two layers when others come
-    background_rows: int | None = (
-        None  # of a step in idle time: who arrives waits for a layer of it
-    )
+    # of a step in idle time: an arrival waits for a layer of it, the fourth time for the whole
+    background_rows: int | None = None
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
@@ -84,8 +83,8 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
     most of a GPU idle. Speculations: one that turns out wrong ends between two steps, so its steps
     should be as short as the device computes without waste (128 rows on a CPU, where 64 take half
     as long again). A GPU is told of 1,000 rows as fast as of 512: alone there, a whole prompt is
-    one step, which can end between two layers. Background steps: shorter still, because a request
-    that arrives waits for one; that they cost more per row does not matter in idle time. Raises
+    one step, which can end between two layers. Background steps: shorter still, because what
+    gives way is lost; that they cost more per row does not matter in idle time. Raises
     ConfigError if the pool does not hold a page of the size chosen here.
     """
     values = ON_CPU if device_type == "cpu" else ON_DEVICE

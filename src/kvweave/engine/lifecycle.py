@@ -26,11 +26,12 @@ from kvweave.engine.fused_step import (
 from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager, RoomLost
 from kvweave.engine.prefixes import ExactPrefixes, path_of
+from kvweave.engine.progress import Progress
 from kvweave.engine.reference import check_prompt
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.sampling import Sampler
-from kvweave.engine.scheduler import Progress, Scheduler
+from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.engine.warm_up import WarmUp

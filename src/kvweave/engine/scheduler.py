@@ -21,124 +21,19 @@ When pages run out, the sequence that came last gives its pages back and is comp
 its tokens are known, so its answer stays the same. The one that came first always goes on. Those in
 the background leave before all others, then speculations.
 
-Of the sequences that wait, the one that the cache serves best goes first (RAGCache): running it now
-costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
-requests really queue. One whose next exact tokens another computes now waits until they are
-shared, and holds up no one: so many requests over the same documents compute them once.
+Which of those that wait comes next says `waiting_queue.py`.
 """
 
-from bisect import bisect_right, insort_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.fair_ranks import FairRanks
-from kvweave.errors import ConfigError
+from kvweave.engine.progress import Scheduled
+from kvweave.engine.waiting_queue import WaitingQueue
 
 NEWCOMER = "\0"  # stands for a tenant of which nothing runs yet
 MOST_GIVEN_UP = 3  # steps of a sequence in a row; the next runs through
-WINDOW = 32  # at most so many sequences overtake any other
-
-
-@dataclass(slots=True)
-class SparseRows:
-    """The rows of a prepared fused prompt that are to be computed; the others are there already.
-
-    They stand here and there: those chosen for recomputation, missing chunks and the question. They
-    are computed in position order, a slice per step; some stand or fall together and share a slice.
-    """
-
-    positions: Sequence[int]  # of all rows, ascending
-    bonds: Sequence[tuple[int, int]] = ()  # [start, end) of them that no slice may cut, ascending
-    done: int = 0  # rows that were computed
-
-    @property
-    def left(self) -> int:
-        return len(self.positions) - self.done
-
-    @property
-    def reached(self) -> int:
-        """Up to here, not included, everything stands in its final form."""
-        return self.positions[self.done] if self.left else self.positions[-1] + 1
-
-    def share(self, most: int) -> int:
-        """How many rows the next slice has in a step with room for `most`; 0 only without room.
-
-        A bond that does not fit waits for the next slice, unless it would be all there is of this
-        one: then it is computed at once, however long, because it never gets shorter.
-        """
-        if most <= 0:
-            return 0
-        end = self.done + min(most, self.left)
-        place = bisect_right(self.bonds, (end, 0)) - 1  # the last that starts before `end`
-        if place >= 0:
-            first, last = self.bonds[place]
-            if first < end < last:
-                end = first if first > self.done else last
-        return end - self.done
-
-    def next(self, count: int) -> Sequence[int]:
-        """Positions of the next `count` rows."""
-        return self.positions[self.done : self.done + count]
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far one sequence has come. The engine thread alone changes it."""
-
-    arrival: float  # smaller came first, or is its tenant's turn: see fair_ranks.py
-    known: int  # tokens of the prompt and of the answer so far
-    held: bool = False  # speculation: computed, not answered
-    computed: int = 0  # of the known ones, those whose KV is there
-    num_pages: int = 0  # that it has
-    elsewhere: int = 0  # of the computed ones, those that lie in pages of chunks, not in its own
-    own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
-    sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
-    preempted: int = 0  # times its pages were taken away
-    background: bool = False  # computed in idle time alone
-    given_up: int = 0  # steps of it in a row, for others
-    tenant: str = ""  # whose it is
-
-    @property
-    def needed(self) -> int:
-        """Rows that it still has to compute."""
-        return self.known - self.computed if self.sparse is None else self.sparse.left
-
-    def share(self, most: int) -> int:
-        """Rows of it in a step that has room for `most`."""
-        return min(self.needed, most) if self.sparse is None else self.sparse.share(most)
-
-    def advance(self, num_rows: int) -> None:
-        """So many of its rows were computed."""
-        self.given_up = 0
-        if self.sparse is None:
-            self.computed += num_rows
-            return
-        self.sparse.done += num_rows
-        self.computed = self.sparse.reached
-        if not self.sparse.left:
-            self.sparse = None
-
-    def join(self, sparse: SparseRows) -> None:
-        """Its fused prompt is prepared: these rows are left, and run in the common steps."""
-        self.sparse = sparse
-        self.computed = sparse.reached
-        self.own_step = False
-
-    def restart(self) -> None:
-        """Its pages are gone, and with them all that was computed."""
-        self.computed, self.sparse = 0, None
-        self.preempted += 1
-
-
-class Scheduled(Protocol):
-    """What the scheduler orders: anything that has a Progress. Compared by identity."""
-
-    @property
-    def progress(self) -> Progress: ...
-
 
 S = TypeVar("S", bound=Scheduled)
 S_contra = TypeVar("S_contra", bound=Scheduled, contravariant=True)
@@ -176,98 +71,6 @@ class ByteSource(Protocol[S_contra]):
         """Whether a sequence has to load something before it may wait for its turn. If so loading
         has begun, and the sequence is added again when it ends."""
         ...
-
-
-@dataclass(slots=True)
-class _Waiting(Generic[S]):
-    sequence: S
-    overtaken: int = 0  # times one that came later went first; none counts while it is held
-
-
-class WaitingQueue(Generic[S]):
-    """Sequences that wait for their turn, in order of arrival. Owned by the scheduler.
-
-    At most `window` sequences that came later overtake any other, so that none starves. Held ones
-    are no part of that: they overtake none, and all others overtake them; once released, one stands
-    where it came. One that lost its pages goes before others as long as none of them starves.
-
-    `lengths(sequence)` says how many of its tokens are cached and how many must be computed now,
-    `is_coming(sequence)` whether it had better wait for another that computes the next of them.
-    Both are called again for every choice, because the cache changes while sequences wait.
-    """
-
-    def __init__(
-        self,
-        lengths: Callable[[S], tuple[int, int]],
-        window: int = WINDOW,
-        is_coming: Callable[[S], bool] = lambda sequence: False,
-    ) -> None:
-        if window < 1:
-            raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
-        self._lengths = lengths
-        self._is_coming = is_coming
-        self._window = window
-        self._queue: list[_Waiting[S]] = []
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __contains__(self, sequence: S) -> bool:
-        return any(waiting.sequence is sequence for waiting in self._queue)
-
-    def sequences(self) -> list[S]:
-        return [waiting.sequence for waiting in self._queue]
-
-    def push(self, sequence: S) -> None:
-        """Behind all that came before it."""
-        insort_right(self._queue, _Waiting(sequence), key=lambda w: w.sequence.progress.arrival)
-
-    def best(self) -> S | None:
-        """The one that should run next; None: none waits, or all for what others compute."""
-        real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
-        if any(waiting.overtaken >= self._window for waiting in real):
-            return real[0].sequence  # overtakes none: in this order all come to their turn
-        held = [waiting for waiting in self._queue if waiting.sequence.progress.held]
-        for tenant in _tenants(real):
-            own = [waiting for waiting in real if waiting.sequence.progress.tenant == tenant]
-            for waiting in own:
-                if waiting.sequence.progress.preempted:
-                    return waiting.sequence
-            if (best := self._best_of(own)) is not None:
-                return best
-        return self._best_of(held)
-
-    def first_of(self, is_wanted: Callable[[S], bool]) -> S | None:
-        """The first one that is not held and is wanted."""
-        wanted = (w.sequence for w in self._queue if not w.sequence.progress.held)
-        return next((sequence for sequence in wanted if is_wanted(sequence)), None)
-
-    def _best_of(self, group: "Sequence[_Waiting[S]]") -> S | None:
-        """The one that the cache serves best, of those that wait for nothing else."""
-        ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
-        candidates = list(islice(ready, self._window))
-        return max(candidates, key=self._priority).sequence if candidates else None
-
-    def remove(self, sequence: S, *, counts: bool = True) -> None:
-        """It runs now, ahead of those that came before it; without `counts` it just leaves."""
-        place = [waiting.sequence for waiting in self._queue].index(sequence)
-        if counts and not sequence.progress.held:
-            for waiting in self._queue[:place]:
-                waiting.overtaken += not waiting.sequence.progress.held
-        del self._queue[place]
-
-    def _priority(self, waiting: _Waiting[S]) -> float:
-        return order_priority(*self._lengths(waiting.sequence))
-
-
-def _tenants(queue: "Sequence[_Waiting[S]]") -> list[str]:
-    """Whose sequences wait, by whose turn it is."""
-    return list(dict.fromkeys(waiting.sequence.progress.tenant for waiting in queue))
-
-
-def order_priority(cached_tokens: int, compute_tokens: int) -> float:
-    """Cached ÷ to compute; larger first."""
-    return cached_tokens / max(1, compute_tokens)
 
 
 class StepSlice(NamedTuple, Generic[S]):

@@ -7,9 +7,9 @@ from itertools import takewhile
 from torch import Tensor
 
 from kvweave.engine.chunk_pages import ChunkLease
+from kvweave.engine.progress import Progress, SparseRows
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampler
-from kvweave.engine.scheduler import Progress, SparseRows
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import TREE, FuseRecord

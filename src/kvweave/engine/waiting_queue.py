@@ -1,0 +1,112 @@
+"""Sequences that wait for their turn. Plain ints and lists.
+
+The one that the cache serves best goes first (RAGCache): running it now costs little and keeps its
+prefix in use; put off, it may find the prefix evicted. Matters only when requests really queue. One
+whose next exact tokens another computes now waits until they are shared, and holds up no one: so
+many requests over the same documents compute them once.
+"""
+
+from bisect import insort_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+from kvweave.engine.progress import Scheduled
+from kvweave.errors import ConfigError
+
+WINDOW = 32  # at most so many sequences overtake any other
+
+S = TypeVar("S", bound=Scheduled)
+
+
+@dataclass(slots=True)
+class _Waiting(Generic[S]):
+    sequence: S
+    overtaken: int = 0  # times one that came later went first; none counts while it is held
+
+
+class WaitingQueue(Generic[S]):
+    """Sequences that wait for their turn, in order of arrival. Owned by the scheduler.
+
+    At most `window` sequences that came later overtake any other, so that none starves. Held ones
+    are no part of that: they overtake none, and all others overtake them; once released, one stands
+    where it came. One that lost its pages goes before others as long as none of them starves.
+
+    `lengths(sequence)` says how many of its tokens are cached and how many must be computed now,
+    `is_coming(sequence)` whether it had better wait for another that computes the next of them.
+    Both are called again for every choice, because the cache changes while sequences wait.
+    """
+
+    def __init__(
+        self,
+        lengths: Callable[[S], tuple[int, int]],
+        window: int = WINDOW,
+        is_coming: Callable[[S], bool] = lambda sequence: False,
+    ) -> None:
+        if window < 1:
+            raise ConfigError(f"WaitingQueue.window must be at least 1, got {window}")
+        self._lengths = lengths
+        self._is_coming = is_coming
+        self._window = window
+        self._queue: list[_Waiting[S]] = []
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, sequence: S) -> bool:
+        return any(waiting.sequence is sequence for waiting in self._queue)
+
+    def sequences(self) -> list[S]:
+        return [waiting.sequence for waiting in self._queue]
+
+    def push(self, sequence: S) -> None:
+        """Behind all that came before it."""
+        insort_right(self._queue, _Waiting(sequence), key=lambda w: w.sequence.progress.arrival)
+
+    def best(self) -> S | None:
+        """The one that should run next; None: none waits, or all for what others compute."""
+        real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
+        if any(waiting.overtaken >= self._window for waiting in real):
+            return real[0].sequence  # overtakes none: in this order all come to their turn
+        held = [waiting for waiting in self._queue if waiting.sequence.progress.held]
+        for tenant in _tenants(real):
+            own = [waiting for waiting in real if waiting.sequence.progress.tenant == tenant]
+            for waiting in own:
+                if waiting.sequence.progress.preempted:
+                    return waiting.sequence
+            if (best := self._best_of(own)) is not None:
+                return best
+        return self._best_of(held)
+
+    def first_of(self, is_wanted: Callable[[S], bool]) -> S | None:
+        """The first one that is not held and is wanted."""
+        wanted = (w.sequence for w in self._queue if not w.sequence.progress.held)
+        return next((sequence for sequence in wanted if is_wanted(sequence)), None)
+
+    def _best_of(self, group: "Sequence[_Waiting[S]]") -> S | None:
+        """The one that the cache serves best, of those that wait for nothing else."""
+        ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
+        candidates = list(islice(ready, self._window))
+        return max(candidates, key=self._priority).sequence if candidates else None
+
+    def remove(self, sequence: S, *, counts: bool = True) -> None:
+        """It runs now, ahead of those that came before it; without `counts` it just leaves."""
+        place = [waiting.sequence for waiting in self._queue].index(sequence)
+        if counts and not sequence.progress.held:
+            for waiting in self._queue[:place]:
+                waiting.overtaken += not waiting.sequence.progress.held
+        del self._queue[place]
+
+    def _priority(self, waiting: _Waiting[S]) -> float:
+        return order_priority(*self._lengths(waiting.sequence))
+
+
+def _tenants(queue: "Sequence[_Waiting[S]]") -> list[str]:
+    """Whose sequences wait, by whose turn it is."""
+    return list(dict.fromkeys(waiting.sequence.progress.tenant for waiting in queue))
+
+
+def order_priority(cached_tokens: int, compute_tokens: int) -> float:
+    """Cached ÷ to compute; larger first."""
+    return cached_tokens / max(1, compute_tokens)
