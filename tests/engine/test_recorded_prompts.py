@@ -6,6 +6,7 @@ What CUDA does is left out: here a recording is the work itself.
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kvweave.engine import engine as engine_module
 from kvweave.engine import warm_up
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.fuse import layer_steps, probe
+from kvweave.fuse import layer_steps, probe, recorded_probe
 from kvweave.fuse.recorded_layers import LayerRecordings, Play, StepBuffers
 from kvweave.fuse.recorded_probe import Found, ProbeKind, ProbeRecordings, _question
 from kvweave.fuse.recordings import Recordings
@@ -85,8 +86,19 @@ def wanted(world: World) -> list[list[int]]:
 
 
 def test_prompts_over_recordings_are_answered_as_without(
-    world: World, wanted: list[list[int]], recordings: Recordings
+    world: World,
+    wanted: list[list[int]],
+    recordings: Recordings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    taken: list[bool] = []
+    is_of = recorded_probe._ProbeUnderWay.is_of
+
+    def heard(under_way: Any, *asked: Any) -> bool:
+        taken.append(is_of(under_way, *asked))
+        return taken[-1]
+
+    monkeypatch.setattr(recorded_probe._ProbeUnderWay, "is_of", heard)
     with Engine(world.decoder, SHARED) as engine:
         for _ in range(3):
             assert [answer(engine.submit(each)) for each in requests_of(world)] == wanted
@@ -94,6 +106,8 @@ def test_prompts_over_recordings_are_answered_as_without(
     assert sum(recordings.layers.kept.values()) > 0, "layers were played"
     # each but the first of its kind is played once, whether it was ordered ahead or not
     assert 9 <= len(ProbedAgain.plays) < 12
+    assert len(taken) >= 8, "and most were ordered ahead"
+    assert all(taken), "for the question that then asked"
 
 
 def test_what_requests_needed_once_is_recorded_while_nobody_asks(

@@ -3,6 +3,8 @@
 import logging
 
 import pytest
+import torch
+from torch import Tensor
 
 from kvweave.engine import warm_up as warm_up_module
 from kvweave.engine.config import for_device
@@ -25,6 +27,22 @@ def make_warm_up(decoder: Decoder) -> tuple[WarmUp, PageAllocator]:
     warm_up._left = [(rows, 0) for rows in ROWS] + [(rows, 200 - rows) for rows in ROWS]
     warm_up._at_rest = False
     return warm_up, allocator
+
+
+def test_tables_of_every_word_length_are_sent_ahead(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel of its own fetches each."""
+    sent: list[int] = []
+
+    def heard(x: Tensor, device: torch.device) -> Tensor:
+        sent.append(x.nbytes)
+        return x.to(device)
+
+    monkeypatch.setattr(warm_up_module, "on_device", heard)
+    warm_up, _ = make_warm_up(decoder)
+    assert warm_up.step()
+    assert sorted(sent) == [1, 4, 8]
 
 
 def test_passes_take_pages_that_nobody_has_and_give_them_back(decoder: Decoder) -> None:

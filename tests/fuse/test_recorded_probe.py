@@ -3,6 +3,7 @@
 What CUDA does is left out: here it is only told when recording begins. See tests/gpu for the rest.
 """
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -152,6 +153,23 @@ def test_what_was_ordered_ahead_is_given_to_no_other_question(
     assert ahead is not None
     assert recordings.probe(decoder, ids, first, [2], other) is not ahead.found
     assert recordings._under_way is None
+
+
+@pytest.mark.usefixtures("without_cuda")
+@torch.inference_mode()
+def test_what_was_ordered_behind_a_front_that_is_gone_is_given_to_none_without(
+    decoder: Decoder,
+) -> None:
+    recordings, front = ProbeRecordings(), make_front(decoder, 7)
+    for _ in range(2):
+        recordings.probe(decoder, [5, 6, 7], 7, [2], front)
+    recordings.begin(decoder, [5, 6, 7], 7, [2], front)
+    ahead = recordings._under_way
+    assert ahead is not None
+    del front
+    gc.collect()
+    assert ahead.shown() is None, "its front is gone"
+    assert not ahead.is_of([5, 6, 7], 7, [2], ())
 
 
 def test_a_recording_takes_no_scratch_memory_that_goes_back_to_others(
