@@ -18,7 +18,7 @@ from worlds.engine import SMALL, ids, plain
 from worlds.fused import CHUNKS, World, answer, at_rest, shuffled
 from worlds.tiny_models import make_model_folder
 
-SHARED = replace(SMALL, share_chunks=True)
+SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
 CODED = replace(SHARED, shared_codec="int8")
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "epic", "random"]

@@ -17,7 +17,7 @@ from worlds.engine import SMALL, alone, ids, plain, until, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
 from worlds.tiny_models import make_model_folder
 
-SHARED = replace(SMALL, share_chunks=True)
+SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "fusionrag-code", "epic", "random"]
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
 
@@ -308,7 +308,7 @@ def test_a_request_that_fails_or_is_cancelled_leaves_no_lease(
     request = still(world.request(LONG, "weave", 0.3))
     with Engine(world.decoder, SHARED) as engine:
         with monkeypatch.context() as broken:
-            broken.setattr("kvweave.fuse.prefill.fuse", _fail)
+            broken.setattr("kvweave.fuse.prefill.order_fusion", _fail)
             with pytest.raises(ValueError, match="on purpose"):
                 answer(engine.submit(request))
         assert resident(engine) == 0  # pages that nobody filled are free

@@ -12,7 +12,7 @@ import torch
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.chunk_pass import ChunkPass, encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.fuse import _best, _token_of
+from kvweave.fuse.fuse import _best, _first_of
 from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
@@ -522,4 +522,8 @@ def test_what_a_codec_rounded_is_not_called_exact(
 def test_the_likeliest_token_is_known_where_there_are_numbers(
     logits: list[float], token_id: int | None
 ) -> None:
-    assert _token_of(_best(torch.tensor(logits))) == token_id
+    first = _first_of(_best(torch.tensor(logits)))
+    assert (None if first is None else first.token_id) == token_id
+    if first is not None:
+        ahead = sorted(logits)[-2:]
+        assert first.lead == pytest.approx(ahead[1] - ahead[0])

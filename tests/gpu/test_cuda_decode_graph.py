@@ -289,13 +289,13 @@ def test_prefill_and_decode_steps_wait_for_the_device_once(
     waits: list[tuple[int, list[str]]] = []  # rows of each step, and what waited
     run = Runner.run
 
-    def counting(*given: object) -> object:
+    def counting(*given: object, **named: object) -> object:
         slices = given[1]
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                ran = run(*given)  # type: ignore[arg-type]
+                ran = run(*given, **named)  # type: ignore[arg-type]
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         told = [str(each.message) for each in seen]

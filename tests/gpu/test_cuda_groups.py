@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
+from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import pack_chunk
@@ -82,7 +82,7 @@ def test_a_group_is_decoded_layer_by_layer_whatever_its_size(
     decoder, placed, layers = world.decoder, world.request.placed, transfers.load(codecs)
     ring = Slow(decoder.device, ring_bytes)
     with transfers.lease:
-        source = PipelinedChunks(decoder, placed, layers, ring, start_s=0.0)
+        source = PipelinedChunks(decoder, placed, layers, ring, LookAhead(start_s=0.0))
         got = [source.layer(layer) for layer in (*range(LAYERS), 7, 0)]  # ordered without a wait
         ring.finish()
         for layer, kv in zip((*range(LAYERS), 7, 0), got, strict=True):

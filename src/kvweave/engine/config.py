@@ -52,6 +52,10 @@ class EngineConfig:
     # of which a page holds twice as many tokens (four times in single precision)
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
     # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
+    overlap_steps: bool | None = (
+        None  # while a prompt over shared chunks is computed, a step of all
+    )
+    # others is ordered as well: the device has one while the host is at the other. None: on a GPU
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:
@@ -93,4 +97,6 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
         is_open = cfg.guess_rows is None and device_type != "cpu"
         rows = cfg.guess_rows or values["guess_rows"]
         left["guess_alone_rows"] = GUESS_ALONE_ROWS if is_open else rows
+    if cfg.overlap_steps is None:
+        left["overlap_steps"] = device_type == "cuda"
     return replace(cfg, **left)

@@ -18,6 +18,7 @@ from kvweave.engine.fused_step import ChunkLoader
 from kvweave.engine.giving_way import AHEAD
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
+from kvweave.engine.overlap import Overlap
 from kvweave.engine.page_manager import PageManager, make_pool
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, ExactPrefixes, guessed_cost_s
@@ -90,8 +91,14 @@ class Engine:
             self._warm_up,
             self._chunks,
         )
+        overlap = Overlap(self._scheduler, runner, self._lifecycle)
         self._worker = Worker(
-            self._inbox, self._lifecycle, self._scheduler, runner, self.cfg.idle_s
+            self._inbox,
+            self._lifecycle,
+            self._scheduler,
+            runner,
+            self.cfg.idle_s,
+            overlap if self.cfg.overlap_steps else None,
         )
         self._decoder = decoder
         self._runner = runner

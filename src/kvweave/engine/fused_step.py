@@ -34,8 +34,16 @@ from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt, can_share, named_kv
+from kvweave.fuse.prefill import (
+    OrderedPrefill,
+    Prefilled,
+    PromptFrame,
+    StoredPrompt,
+    can_share,
+    named_kv,
+)
 from kvweave.fuse.prepared import Prepared
+from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.shared_chunks import ScratchMemory
 from kvweave.fuse.strategy import Strategy
@@ -209,11 +217,13 @@ def prefill_shared(
     prefixes: ExactPrefixes,
     room: ChunkRoom,
     memory: ScratchMemory,
-) -> Prefilled:
-    """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own."""
+    meanwhile: Meanwhile | None,
+) -> OrderedPrefill:
+    """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own. To be
+    finished."""
     part = fused_part(sequence)
     frame = _frame(sequence, part, prefixes)
-    return stored.prefill_shared(decoder, frame, room, memory, part.ratio)
+    return stored.prefill_shared(decoder, frame, room, memory, part.ratio, meanwhile)
 
 
 def prepare_in_place(

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,10 +37,12 @@ from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.engine.warm_up import WarmUp
 from kvweave.errors import NoDeviceMemory, NoNumbers, PromptTooLong, RequestError
-from kvweave.fuse.prefill import Prefilled, StoredPrompt
+from kvweave.fuse.prefill import OrderedPrefill, Prefilled, StoredPrompt
+from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.shared_chunks import ScratchMemory
 from kvweave.kernels.recording import is_out_of_memory
+from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.types import ChunkId
 
@@ -49,6 +52,17 @@ LINK_BYTES_PER_S = 50e9  # to a device, or from memory to memory: what a load ta
 # What other threads leave for the engine thread: a ticket that is new, released or cancelled, the
 # end of something that was under way, or a job.
 News = Ticket | LoadedPrompt | ArrivedCopy | Callable[[], None]
+
+
+class OrderedPrompt(NamedTuple):
+    """A fused prompt over shared chunks that the device is at."""
+
+    sequence: EngineSequence
+    prefill: OrderedPrefill
+    room: ChunkRoom
+    rounded: set[ChunkKey]
+    started_s: float  # by time.perf_counter
+    can_wait: bool  # other prompts may begin before it is finished
 
 
 class Lifecycle:
@@ -225,8 +239,14 @@ class Lifecycle:
             sequence.ticket.record = (joined_record if is_fused else exact_record)(sequence)
         self._answer(sequence, result.logits, result.likeliest)
 
-    def take_own_step(self, sequence: EngineSequence) -> None:
-        """The own step of a fused request: its whole prefill, or what must be done at once."""
+    def take_own_step(
+        self, sequence: EngineSequence, meanwhile: Meanwhile | None = None
+    ) -> "OrderedPrompt | None":
+        """The own step of a fused request: its whole prefill, or what must be done at once.
+
+        With `meanwhile` a prefill over shared chunks may only be ordered: what comes back is then
+        to be finished. What it does may end other requests, and must leave this one alone.
+        """
         started_s = time.perf_counter()
         prefilled: Prefilled | None = None
         try:
@@ -241,7 +261,12 @@ class Lifecycle:
                     )
                     self.counts.add("fused_shared")
                 elif sequence.shared is not None:
-                    prefilled = self._prefill_shared(sequence, stored)
+                    ordered = self._order_shared(sequence, stored, started_s, meanwhile)
+                    if meanwhile is not None and ordered.can_wait:
+                        sequence.finish_prompt()  # it has nothing more to compute
+                        return ordered
+                    prefilled = ordered.prefill.finish()
+                    self._keep_shared(ordered, prefilled.record)
                     record = prefilled.record
                 elif mode is PrefillMode.JOINED:
                     prepared, record = prepare(self._decoder, sequence, stored, self._prefixes)
@@ -254,46 +279,83 @@ class Lifecycle:
         except RoomLost:
             sequence.copies = True
             self._scheduler.begin_again(sequence)
-            return
+            return None
         except Exception as error:  # this request's, and no other's
             self.end(sequence.ticket, error)
-            return
+            return None
+        if prefilled is not None:
+            self._prefilled(sequence, prefilled, mode, started_s)
+            return None
         seconds = time.perf_counter() - started_s
         sequence.ticket.timeline.stepped(seconds, False)
         sequence.fuse_record = replace(record, way=str(mode))
-        if prefilled is None:
-            sequence.apart_s += seconds
-            sequence.join(prepared)
-            self._offer(sequence)
+        sequence.apart_s += seconds
+        sequence.join(prepared)
+        self._offer(sequence)
+        return None
+
+    def finish_own_step(self, ordered: "OrderedPrompt") -> None:
+        """Wait for a prefill that was ordered, and hand out its first token."""
+        sequence = ordered.sequence
+        if self.sequences.get(sequence.ticket) is not sequence:
+            return  # it has ended meanwhile, and given back what it held
+        try:
+            prefilled = ordered.prefill.finish()
+            self._keep_shared(ordered, prefilled.record)
+        except Exception as error:  # the device's
+            self.end(sequence.ticket, error)
             return
+        self._prefilled(sequence, prefilled, PrefillMode.STREAMED, ordered.started_s)
+
+    def _prefilled(
+        self, sequence: EngineSequence, prefilled: Prefilled, mode: PrefillMode, started_s: float
+    ) -> None:
+        """A prompt was computed in a step of its own."""
+        sequence.ticket.timeline.stepped(time.perf_counter() - started_s, False)
+        sequence.fuse_record = replace(prefilled.record, way=str(mode))
         sequence.finish_prompt()
         self._offer(sequence)
         self.counts.add(f"fused_{mode}")
         if sequence.ticket.record is None:
             sequence.ticket.record = sequence.fuse_record
         if sequence.progress.known == sequence.prompt_len:  # else preempted while it answered
-            greedy = is_plainly_greedy([sequence])
-            self._answer(sequence, prefilled.logits, prefilled.likeliest if greedy else None)
+            self._answer_first(sequence, prefilled)
 
     def _offer(self, sequence: EngineSequence) -> None:
         taken = self._pages.offer(sequence)
         if sequence.request.fused is not None:
             self.counts.add("fused_offered", taken)
 
-    def _prefill_shared(self, sequence: EngineSequence, stored: StoredPrompt) -> Prefilled:
-        """A prefill over shared chunks, which are filled afterwards."""
+    def _order_shared(
+        self,
+        sequence: EngineSequence,
+        stored: StoredPrompt,
+        started_s: float,
+        meanwhile: Meanwhile | None,
+    ) -> "OrderedPrompt":
+        """A prefill over shared chunks."""
+        assert sequence.shared is not None, "its chunks are leased"
+        # what it brings must be there for the next one
+        is_filled = len(sequence.shared.filled) == len(sequence.shared.chunks)
+        is_first = sequence.progress.known == sequence.prompt_len
+        room = ChunkRoom(sequence, self._pages)
+        made = prefill_shared(
+            self._decoder, sequence, stored, self._prefixes, room, self._scratch, meanwhile
+        )
+        rounded = stored.rounded()
+        return OrderedPrompt(sequence, made, room, rounded, started_s, is_filled and is_first)
+
+    def _keep_shared(self, ordered: "OrderedPrompt", record: FuseRecord) -> None:
+        """A prefill over shared chunks is through: they are filled from now on."""
+        sequence, room = ordered.sequence, ordered.room
         assert self._chunks is not None, "chunks are shared"
         assert sequence.shared is not None, "and leased"
-        room = ChunkRoom(sequence, self._pages)
-        made = prefill_shared(self._decoder, sequence, stored, self._prefixes, room, self._scratch)
         placed = room.placed
         sequence.shared.drop([key for key in sequence.shared.chunks if key not in placed])
-        cost_s = self._cost_of(made.record)
         is_gone = partial(self._is_gone, sequence)
-        self._chunks.filled(sequence.shared, cost_s, is_gone, stored.rounded())
+        self._chunks.filled(sequence.shared, self._cost_of(record), is_gone, ordered.rounded)
         sequence.shared.drop(room.unread)
         self.counts.add("fused_shared")
-        return made
 
     def _is_gone(self, sequence: EngineSequence, chunk_id: ChunkId) -> bool:
         tombstones, tenant = self._prefixes.tombstones, sequence.request.namespace
@@ -317,17 +379,30 @@ class Lifecycle:
             copies=self._decoder.device.type == "cuda",
         )
 
+    def _answer_first(self, sequence: EngineSequence, prefilled: Prefilled) -> None:
+        """As `_answer`, of a prompt that was computed in a step of its own."""
+        first, likeliest = prefilled.first, None
+        if first is not None and is_plainly_greedy([sequence]):
+            likeliest = first.token_id
+        lead = None if first is None else first.lead
+        self._answer(sequence, prefilled.logits, likeliest, lead)
+
     def _answer(
-        self, sequence: EngineSequence, logits: Tensor, likeliest: int | None = None
+        self,
+        sequence: EngineSequence,
+        logits: Tensor,
+        likeliest: int | None = None,
+        lead: float | None = None,
     ) -> None:
-        """Draw a token and hand it out; a held request keeps the logits instead."""
+        """Draw a token and hand it out; a held request keeps the logits instead. The `likeliest`
+        token, if it is all that matters, and its `lead` over the next, if they are known."""
         in_background = sequence.progress.background
         try:
             if sequence.progress.held:
                 sequence.logits = logits.clone()
                 sequence.ticket.timeline.prefilled_s = time.perf_counter()
                 return
-            if not sequence.answered and _is_close_call(sequence, logits):
+            if not sequence.answered and _is_close_call(sequence, logits, lead):
                 self._compute_exactly(sequence)
                 return
             if not (sequence.answered or in_background):
@@ -386,14 +461,16 @@ class Lifecycle:
         self._pages.retire(sequence)
 
 
-def _is_close_call(sequence: EngineSequence, logits: Tensor) -> bool:
+def _is_close_call(sequence: EngineSequence, logits: Tensor, lead: float | None) -> bool:
     """Whether the first token [V] of a fused prompt is too close to its second choice to be taken
     from fused KV."""
     part = sequence.request.fused
     if part is None or not part.close_call:
         return False
-    first, second = logits.topk(2).values.tolist()
-    return bool(first - second < part.close_call)
+    if lead is None:
+        first, second = logits.topk(2).values.tolist()
+        lead = first - second
+    return bool(lead < part.close_call)
 
 
 def _told(error: BaseException | None) -> BaseException | None:

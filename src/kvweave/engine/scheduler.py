@@ -24,7 +24,7 @@ the background leave before all others, then speculations.
 Which of those that wait comes next says `waiting_queue.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
@@ -104,6 +104,7 @@ class Scheduler(Generic[S]):
         self.background: list[S] = []  # those that wait for idle time, first come first
         self.preemptions = 0
         self.ranks = FairRanks()
+        self._apart: Collection[S] = ()  # their own steps are under way: they are left alone
 
     def add(self, sequence: S) -> None:
         """It waits for its turn. One that has to load something first stays outside and is added
@@ -162,15 +163,31 @@ class Scheduler(Generic[S]):
         """
         return self._common_step() or self._idle_step()
 
+    def step_beside(self, apart: Collection[S]) -> list[StepSlice[S]]:
+        """The rows of a common step while the own steps of others are under way; empty when there
+        are none. No speculations: who waits for those would wait for them."""
+        self._apart = apart
+        try:
+            step = self._common_step()
+        finally:
+            self._apart = ()
+        return [each for each in step if each.num_rows and not each.sequence.progress.held]
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether one that was let in takes the next step alone."""
+        return any(one.progress.own_step for one in self._foreground())
+
     def _foreground(self) -> list[S]:
         return [one for one in self.running if not one.progress.background]
 
     def _common_step(self) -> list[StepSlice[S]]:
         """The next step of all that are not in the background."""
-        for one in self._foreground():
+        others = [one for one in self._foreground() if one not in self._apart]
+        for one in others:
             if one.progress.own_step:  # let in by the last common step: they take turns
                 return [StepSlice(one, 0)]
-        together = [one for one in self._foreground() if one.progress.needed]
+        together = [one for one in others if one.progress.needed]
         left = self._alone_rows
         if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
@@ -277,7 +294,7 @@ class Scheduler(Generic[S]):
         while rich := max(own.values(), key=len, default=[]):
             if len(rich) < 2:
                 return None
-            victim = max(rich, key=_leaves)
+            victim = max(self._may_leave(rich), key=_leaves)
             rich.remove(victim)
             self._preempt(victim, rows_of)
             if self._admit(poor, rows_of):
@@ -290,11 +307,14 @@ class Scheduler(Generic[S]):
         own = progress.computed - progress.elsewhere + num_rows
         missing = -(-own // self._page_tokens) - progress.num_pages
         while missing > 0 and not self._pages.grow(sequence, missing):
-            victim = max(self.running, key=_leaves)  # perhaps this sequence
+            victim = max(self._may_leave(self.running), key=_leaves)  # perhaps this sequence
             self._preempt(victim, rows_of)
             if victim is sequence:
                 return False
         return True
+
+    def _may_leave(self, running: Sequence[S]) -> list[S]:
+        return [one for one in running if one not in self._apart]
 
     def _preempt(self, victim: S, rows_of: dict[S, int]) -> None:
         rows_of.pop(victim, None)  # it may have had rows in the step that is being made

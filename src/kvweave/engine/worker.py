@@ -20,6 +20,7 @@ from kvweave.engine.giving_way import GivingStep, StepGivenUp, Urgency, urgency
 from kvweave.engine.inbox import Inbox
 from kvweave.engine.lifecycle import Lifecycle, News
 from kvweave.engine.offload import ArrivedCopy
+from kvweave.engine.overlap import Overlap
 from kvweave.engine.request import Ticket
 from kvweave.engine.runner import Runner, SequenceSlice
 from kvweave.engine.scheduler import Scheduler
@@ -47,13 +48,16 @@ class Worker:
         scheduler: Scheduler[EngineSequence],
         runner: Runner,
         idle_s: float,
+        overlap: Overlap | None = None,
     ) -> None:
-        """The thread ends after `idle_s` without work."""
+        """The thread ends after `idle_s` without work. `overlap` None: what is ordered is waited
+        for."""
         self._inbox = inbox
         self._lifecycle = lifecycle
         self._scheduler = scheduler
         self._runner = runner
         self._idle_s = idle_s
+        self._overlap = overlap
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
         self._giving_step: GivingStep | None = None  # set while one runs
@@ -147,13 +151,21 @@ class Worker:
 
     def _step(self) -> bool:
         """One round. False: there is nothing to do."""
+        overlap = self._overlap
+        if overlap is not None:
+            overlap.finish_step()  # an own step that failed has left it
+            if any(map(_is_job, self._inbox.peek())):
+                overlap.finish_prompt()  # it finds the device at rest
         self._hear()
+        if overlap is not None and not self._scheduler.has_own_step:
+            overlap.finish_prompt()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
             return self._lifecycle.work_ahead()
         first = slices[0].sequence
         if first.progress.own_step:
-            self._lifecycle.take_own_step(first)  # a fused prefill, or what prepares one
+            # a fused prefill, or what prepares one
+            (self._lifecycle if overlap is None else overlap).take_own_step(first)
         else:
             self._run(slices)  # one forward pass for all
         return True
@@ -242,6 +254,8 @@ class Worker:
 
     def _end_all(self, error: BaseException) -> None:
         """Every request ends with `error`; jobs that were asked for still run."""
+        if self._overlap is not None:
+            self._overlap.forget()
         news = [self._inbox.take() for _ in range(len(self._inbox))]
         for each in news:
             if not isinstance(each, Ticket):
@@ -252,6 +266,10 @@ class Worker:
                 self._lifecycle.end(ticket, error)
             except Exception:  # a bug that is being reported already; the others must hear too
                 log.exception("a request could not give back what it held")
+
+
+def _is_job(news: News) -> bool:
+    return not isinstance(news, Ticket | LoadedPrompt | ArrivedCopy)
 
 
 def _comes_before(news: News, own: Urgency) -> bool:

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +17,21 @@ from torch import Tensor
 
 from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
+from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
 from kvweave.fuse.selectors.base import InFlightChoice, RankingSelector, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, AnySelector, Strategy
 from kvweave.fuse.taper import TaperedRows
 from kvweave.fuse.trace import PassTrace, ScoredHits
+from kvweave.kernels.host import Returning
+
+
+class FirstToken(NamedTuple):
+    """The likeliest token behind a prompt."""
+
+    token_id: int
+    lead: float  # of its logit over the next one's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +39,7 @@ class Fused:
     """A prefilled prompt and how it was made."""
 
     logits: Tensor  # [V] of the last token
-    likeliest: int | None  # of them; None: not asked for, or they are no numbers
+    first: FirstToken | None  # None: on a CPU nobody waits for it, or the logits are no numbers
     recomputed: tuple[int, ...]  # hits, ascending; some may have left before the last layers
     rows_per_layer: tuple[int, ...]
     work: float  # rows through layers, the probe's included, as a share of full prefill's
@@ -39,23 +49,36 @@ class Fused:
     trace: PassTrace
 
 
-@torch.inference_mode()
 def fuse(
     stitched: Stitched,
     strategy: Strategy = REUSE,
     ratio: float = 0.0,
-    meanwhile: Callable[[tuple[int, ...]], None] | None = None,
+    told: Callable[[tuple[int, ...]], None] | None = None,
 ) -> Fused:
     """Prefill the request of `stitched` into its buffer, recomputing `ratio` of its hits.
 
     Without a selector nothing is recomputed. Ratio 1 recomputes everything, whatever the selector.
     Drift wants a selector that chooses before the pass. Raises ChunkLost as the pass does.
-    `meanwhile` is called with the hits that are recomputed when the pass is ordered: a device is
-    still at it.
+    `told` is called with the hits that are recomputed when the pass is ordered: a device is still
+    at it.
     """
+    return order_fusion(stitched, strategy, ratio, told).finish()
+
+
+@torch.inference_mode()
+def order_fusion(
+    stitched: Stitched,
+    strategy: Strategy,
+    ratio: float,
+    told: Callable[[tuple[int, ...]], None] | None = None,
+    meanwhile: Meanwhile | None = None,
+) -> "OrderedFusion":
+    """As `fuse`, up to where the host would wait for the pass. The device may be given other work
+    before that is finished."""
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
-    selected = select_rows(stitched, strategy, ratio)
+    scoring = None if meanwhile is None else meanwhile.scoring
+    selected = select_rows(stitched, strategy, ratio, scoring)
     mover: Mover | None = None
     if strategy.drift and selected.is_partial:
         assert selected.in_flight is None, "drift is known only for rows that run from the start"
@@ -70,49 +93,89 @@ def fuse(
         drift=mover,
         mask=strategy.mask,
     )
-    on_gpu = decoder.device.type == "cuda"
-    best = _best(passed.logits) if on_gpu else None  # on its way before the device is waited for
+    # on its way before the device is waited for
+    best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
-    work = work_of(stitched, strategy, selected, passed.rows_per_layer)
-    if meanwhile is not None:
-        meanwhile(recomputed)
-    if on_gpu:
-        torch.cuda.synchronize(decoder.device)  # the caller draws from the logits next anyway
-    finished_s = time.perf_counter()
-    return Fused(
-        passed.logits,
-        None if best is None else _token_of(best),
+    ordered = OrderedFusion(
+        stitched,
+        passed,
+        best,
         recomputed,
-        passed.rows_per_layer,
-        work,
-        chosen_s - started_s - loaded_s,
-        finished_s - chosen_s - (stitched.load_s - loaded_s),
-        stitched.load_s,
-        PassTrace(
-            started_s,
-            chosen_s,
-            finished_s,
-            passed.rows_per_layer,
-            passed.times,
-            tuple(selected.scored),
-            scored_layers(strategy, decoder.spec.num_layers),
-        ),
+        work_of(stitched, strategy, selected, passed.rows_per_layer),
+        Moments(started_s, chosen_s, loaded_s),
+        tuple(selected.scored),
+        scored_layers(strategy, decoder.spec.num_layers),
     )
+    if told is not None:
+        told(recomputed)
+    if meanwhile is not None:
+        meanwhile.computing()
+    return ordered
+
+
+class Moments(NamedTuple):
+    """Of one fusion, by time.perf_counter."""
+
+    started_s: float
+    chosen_s: float
+    loaded_s: float  # seconds until then that it waited for chunk KV
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderedFusion:
+    """A fusion whose pass is ordered."""
+
+    stitched: Stitched
+    passed: PassResult
+    best: Returning | None
+    recomputed: tuple[int, ...]
+    work: float
+    moments: Moments
+    scored: tuple[ScoredHits, ...]
+    scored_layers: tuple[int, ...]
+
+    @property
+    def is_through(self) -> bool:
+        """Whether the device has got there."""
+        return self.best is None or self.best.is_there
+
+    def finish(self) -> Fused:
+        """Wait for the pass."""
+        first = None if self.best is None else _first_of(self.best.wait())
+        finished_s, load_s = time.perf_counter(), self.stitched.load_s
+        started_s, chosen_s, loaded_s = self.moments
+        passed = self.passed
+        return Fused(
+            passed.logits,
+            first,
+            self.recomputed,
+            passed.rows_per_layer,
+            self.work,
+            chosen_s - started_s - loaded_s,
+            finished_s - chosen_s - (load_s - loaded_s),
+            load_s,
+            PassTrace(
+                started_s,
+                chosen_s,
+                finished_s,
+                passed.rows_per_layer,
+                passed.times,
+                self.scored,
+                self.scored_layers,
+            ),
+        )
 
 
 def _best(logits: Tensor) -> Tensor:
-    """The highest of logits [V] and its token, [2]: float64 has room for any token id. In host
-    memory, when the device has got there."""
-    best = logits.max(dim=-1)  # one that is no number, where there are some
-    both = torch.stack((best.values.double(), best.indices.double()))
-    on_host = torch.empty(2, dtype=torch.float64, pin_memory=logits.is_cuda)
-    return on_host.copy_(both, non_blocking=True)
+    """The two highest of logits [V] and the token of the highest, [3]: float64 has room for any
+    token id."""
+    best = logits.topk(2)  # one that is no number, where there are some
+    return torch.cat((best.values.double(), best.indices[:1].double()))
 
 
-def _token_of(best: Tensor) -> int | None:
-    """The token, if there are numbers. The device has got there."""
-    value, token_id = best.tolist()
-    return int(token_id) if math.isfinite(value) else None
+def _first_of(best: Tensor) -> FirstToken | None:
+    highest, second, token_id = best.tolist()
+    return FirstToken(int(token_id), highest - second) if math.isfinite(highest) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,14 +191,19 @@ class SelectedRows:
     scored: list[ScoredHits]  # what they were chosen by; grows while rows are narrowed in flight
 
 
-def select_rows(stitched: Stitched, strategy: Strategy, ratio: float) -> SelectedRows:
+def select_rows(
+    stitched: Stitched,
+    strategy: Strategy,
+    ratio: float,
+    scoring: Callable[[], None] | None = None,
+) -> SelectedRows:
     """Choose the rows to compute; may probe, and lay the layers that needs. As `fuse`."""
     check_ratio(ratio)
     request, selector, taper = stitched.request, strategy.selector, strategy.taper
     hits = positions_of(request.runs(State.REUSED))
     must_compute = positions_of(request.to_compute)
     count = budget(len(hits), ratio) if selector is not None else 0
-    scene = Scene(stitched, hits)
+    scene = Scene(stitched, hits, scoring=scoring)
     is_partial = 0 < count < len(hits)
     if taper is not None and not (is_partial and taper.applies(stitched.decoder.spec.num_layers)):
         taper = None  # what is recomputed as a whole is exact

@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.fuse import Fused, fuse
+from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, fuse, order_fusion
 from kvweave.fuse.prepared import Prepared, prepare, prepare_in_place
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Meanwhile
 from kvweave.fuse.record import (
     ChunkRecord,
     FuseRecord,
@@ -27,7 +27,8 @@ from kvweave.fuse.record import (
     exact_chunk_records,
 )
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
-from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE, QueryAttention
+from kvweave.fuse.selectors.base import ProbingSelector
+from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
 from kvweave.fuse.shared_chunks import (
     LayerScratch,
     PromptRoom,
@@ -46,7 +47,7 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 
-M = TypeVar("M", Fused, Prepared)
+M = TypeVar("M", Fused, OrderedFusion, Prepared)
 NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 DEVICE = "device"  # the tier of chunks that lie in pages already
 
@@ -66,8 +67,24 @@ class Prefilled(NamedTuple):
     """A prefilled prompt, and how it came about."""
 
     logits: Tensor  # [V] of the last token
-    likeliest: int | None  # of them; None: not asked for, or they are no numbers
+    first: FirstToken | None  # as of Fused
     record: FuseRecord
+
+
+class OrderedPrefill(NamedTuple):
+    """A prefill that a device is at."""
+
+    ordered: OrderedFusion
+    record_of: Callable[[Fused], FuseRecord]
+
+    @property
+    def is_through(self) -> bool:
+        return self.ordered.is_through
+
+    def finish(self) -> Prefilled:
+        """Wait for it."""
+        made = self.ordered.finish()
+        return Prefilled(made.logits, made.first, self.record_of(made))
 
 
 class RecordParts(NamedTuple):
@@ -161,8 +178,8 @@ class StoredPrompt:
             with self._stitch(decoder, frame, kv, request) as stitched:
                 return fuse(stitched, self._strategy, ratio, tell)
 
-        made, record = self._weave(frame, ratio, attempt)
-        return Prefilled(made.logits, made.likeliest, record)
+        made, record_of = self._weave(frame, ratio, attempt)
+        return Prefilled(made.logits, made.first, record_of(made))
 
     def prefill_shared(
         self,
@@ -171,29 +188,30 @@ class StoredPrompt:
         room: PromptRoom,
         memory: ScratchMemory,
         ratio: float,
-    ) -> Prefilled:
-        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own.
+        meanwhile: Meanwhile | None = None,
+    ) -> "OrderedPrefill":
+        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own. To
+        be finished; while bytes are still on their way to those pages, it is already.
 
         For strategies whose rows are known before the pass and that want no extras (`can_share`).
         """
         assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
+        # on its way before the rest is looked at: the choice of rows waits for nothing else
+        num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
+        start = len(frame.exact.token_ids) + num_chunk_tokens
         selector = self._strategy.selector
-        if isinstance(selector, QueryAttention) and 0 < ratio < 1:
-            # on its way before the rest is looked at: the choice of rows waits for nothing else
-            num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
-            start = len(frame.exact.token_ids) + num_chunk_tokens
+        if isinstance(selector, ProbingSelector) and 0 < ratio < 1:
             selector.begin_probe(decoder, frame.exact, frame.question_ids, start)
 
-        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> Fused:
-            def meanwhile(recomputed: Sequence[int]) -> None:
+        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> OrderedFusion:
+            def told(recomputed: Sequence[int]) -> None:
                 room.finish()
                 tell(recomputed)
 
             with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
-                return fuse(stitched, self._strategy, ratio, meanwhile)
+                return order_fusion(stitched, self._strategy, ratio, told, meanwhile)
 
-        made, record = self._weave(frame, ratio, attempt)
-        return Prefilled(made.logits, made.likeliest, record)
+        return OrderedPrefill(*self._weave(frame, ratio, attempt))
 
     def prepare_in_place(
         self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom
@@ -207,7 +225,8 @@ class StoredPrompt:
             room.finish()
             return prepared
 
-        return self._weave(frame, 0.0, attempt)
+        made, record_of = self._weave(frame, 0.0, attempt)
+        return made, record_of(made)
 
     def prepare(
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
@@ -223,7 +242,8 @@ class StoredPrompt:
             with self._stitch(decoder, frame, kv, request) as stitched:
                 return prepare(stitched, self._strategy, ratio)
 
-        return self._weave(frame, ratio, attempt)
+        made, record_of = self._weave(frame, ratio, attempt)
+        return made, record_of(made)
 
     @contextmanager
     def _stitch(
@@ -252,8 +272,9 @@ class StoredPrompt:
         frame: PromptFrame,
         ratio: float,
         attempt: Attempt[M],
-    ) -> tuple[M, FuseRecord]:
-        """Attempt, again without what was lost on the way until nothing was."""
+    ) -> tuple[M, Callable[[Fused | Prepared], FuseRecord]]:
+        """Attempt, again without what was lost on the way until nothing was. With what makes the
+        record once the pass is finished."""
         started_s = time.perf_counter()
         lease, transfer = self._lease, self._transfer
         named = self._named[frame.num_exact :]
@@ -282,7 +303,7 @@ class StoredPrompt:
             waited_s = self._waited_s + tried_s - started_s
             if not told:
                 tell(made.recomputed)
-            return made, self._record(frame, ratio, request, made, told[0], waited_s)
+            return made, partial(self._record, frame, ratio, request, told[0], waited_s)
 
     def _tell(
         self,
@@ -308,9 +329,9 @@ class StoredPrompt:
         frame: PromptFrame,
         ratio: float,
         request: FuseRequest,
-        made: Fused | Prepared,
         parts: RecordParts,
         waited_s: float,
+        made: Fused | Prepared,
     ) -> FuseRecord:
         return FuseRecord(
             strategy=self._strategy.name,

@@ -6,14 +6,23 @@ that owns the device. Tensors belong to the caller once returned.
 Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import CodedPages
+
+
+class Meanwhile(NamedTuple):
+    """What the host does where it would wait for its device, which has more to do until then: other
+    work for it may be ordered. Called on the thread of the pass."""
+
+    scoring: Callable[[], None]  # rows are being scored; they are chosen next
+    computing: Callable[[], None]  # the pass is ordered
 
 
 class ModelShape(Protocol):

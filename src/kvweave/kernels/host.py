@@ -1,6 +1,6 @@
-"""Small tables on their way to a device, without waiting for it."""
+"""Small tables on their way to a device, and back, without waiting for more than they need."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +20,37 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
         if can_fetch(x.nbytes):
             return fetch(x, device)
     return x.pin_memory().to(device, non_blocking=True)
+
+
+class Returning:
+    """A tensor on its way to the host. The device may be given more to do meanwhile: it is waited
+    for up to here alone."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._host = x
+        self._there: torch.cuda.Event | None = None
+        if x.device.type == "cuda":
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._host.copy_(x, non_blocking=True)
+            self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._there.record(torch.cuda.current_stream(x.device))
+
+    @property
+    def is_there(self) -> bool:
+        return self._there is None or bool(self._there.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        if self._there is not None:
+            self._there.synchronize()
+        return self._host
+
+
+def on_host(x: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    """A tensor on the host; `meanwhile` is called before it is waited for."""
+    returning = Returning(x)
+    if meanwhile is not None:
+        meanwhile()
+    return returning.wait()
 
 
 ALIGNED = 4  # words of 4 bytes: parts begin where kernels like to read

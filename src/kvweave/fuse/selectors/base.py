@@ -11,7 +11,7 @@ A selector sees one request (a `Scene`) and says which of its hits to recompute.
 Called on the thread that owns the device. Selectors hold no state between requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ModelError
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trace import ScoredHits
+from kvweave.kernels.host import on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Scene:
     stitched: Stitched
     hits: Tensor  # [H] positions on the host, ascending
     scored: list[ScoredHits] = field(default_factory=list)  # by `note`
+    # called, if a selector can, while the device scores: see `Meanwhile`
+    scoring: Callable[[], None] | None = None
 
     def note(self, scores: Tensor, positions: Tensor | None = None) -> None:
         """Rows are chosen by these scores [n] of `positions` [n], of all hits if None: for the
@@ -74,6 +78,18 @@ class Selector(Protocol):
 
     def select(self, scene: Scene, count: int) -> Tensor:
         """`count` of `scene.hits`: positions, ascending, on the host."""
+        ...
+
+
+@runtime_checkable
+class ProbingSelector(Protocol):
+    """A selector that asks the question first."""
+
+    def begin_probe(
+        self, decoder: FusionDecoder, front: Prefix, question_ids: Sequence[int], start: int
+    ) -> None:
+        """Order that of a question at `start` ahead, behind exact KV, if it can be ordered before
+        its scene is there: `select` then finds it under way."""
         ...
 
 
@@ -114,14 +130,20 @@ def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
     return ranked_positions(scores, positions, (count,))[0]
 
 
-def ranked_positions(scores: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """As `top_positions`, for several counts at once: the host waits for all of them together."""
+def ranked_positions(
+    scores: Tensor,
+    positions: Tensor,
+    counts: Sequence[int],
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Tensor]:
+    """As `top_positions`, for several counts at once: the host waits for all of them together, and
+    for nothing that `meanwhile`, called before that, orders."""
     scores = scores.float()
     best = torch.sort(scores, descending=True, stable=True).indices
     # sorted here, where the scores are: on the host it would take longer
     orders = [best[:count].sort().values for count in counts]
     # the number of NaN rides along: asked for by itself it would make the host wait twice
-    answer = torch.cat([scores.isnan().sum()[None], *orders]).cpu()
+    answer = on_host(torch.cat([scores.isnan().sum()[None], *orders]), meanwhile)
     if int(answer[0]):
         raise ModelError(
             "the scores of the stored tokens hold NaN: the model or its chunk KV is broken; "

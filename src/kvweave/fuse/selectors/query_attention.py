@@ -90,7 +90,7 @@ class QueryAttention:
         scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
         scene.stitched.lay_preamble()
         scene.stitched.make_tables()
-        return ranked_positions(scores, scene.hits, counts)
+        return ranked_positions(scores, scene.hits, counts, scene.scoring)
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
