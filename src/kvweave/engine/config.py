@@ -22,7 +22,7 @@ ON_DEVICE = {
 }
 GUESS_ALONE_ROWS = 8192  # on everything else
 SharedCodec = Literal["raw", "int8"]
-AT_LEAST_ONE = (*ON_CPU, "guess_alone_rows", "max_running")
+AT_LEAST_ONE = (*ON_CPU, "guess_alone_rows", "max_running", "prompts_per_step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class EngineConfig:
         None  # while a prompt over shared chunks is computed, a step of all
     )
     # others is ordered as well: the device has one while the host is at the other. None: on a GPU
+    prompts_per_step: int = 2  # such prompts between two steps of all others, while prompts wait:
+    # more of them begin to answer per second, and the gap between two tokens grows by one
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:

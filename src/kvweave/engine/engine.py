@@ -91,7 +91,7 @@ class Engine:
             self._warm_up,
             self._chunks,
         )
-        overlap = Overlap(self._scheduler, runner, self._lifecycle)
+        overlap = Overlap(self._scheduler, runner, self._lifecycle, self.cfg.prompts_per_step)
         self._worker = Worker(
             self._inbox,
             self._lifecycle,

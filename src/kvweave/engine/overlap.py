@@ -23,13 +23,20 @@ class Overlap:
     """What the device was told and the host has not waited for. For the engine thread."""
 
     def __init__(
-        self, scheduler: Scheduler[EngineSequence], runner: Runner, lifecycle: Lifecycle
+        self,
+        scheduler: Scheduler[EngineSequence],
+        runner: Runner,
+        lifecycle: Lifecycle,
+        prompts_per_step: int = 1,
     ) -> None:
+        """While prompts wait, so many are computed between two common steps."""
         self._scheduler = scheduler
         self._runner = runner
         self._lifecycle = lifecycle
         self._prompt: OrderedPrompt | None = None
         self._step: Callable[[], StepOutput] | None = None
+        self._prompts_per_step = prompts_per_step
+        self._prompts_since = 0  # the last common step
         self.num_steps = 0  # common ones that were ordered between prompts. Any thread
 
     def take_own_step(self, own: EngineSequence) -> None:
@@ -70,6 +77,12 @@ class Overlap:
         apart = [own] if self._prompt is None else [own, self._prompt.sequence]
         others = [one for one in self._scheduler.running if one not in apart]
         # a token that is drawn from logits would be drawn behind the whole pass
-        if is_plainly_greedy(others) and (slices := self._scheduler.step_beside(apart)):
+        if not is_plainly_greedy(others):
+            return
+        self._prompts_since += 1
+        if self._prompts_since < self._prompts_per_step and self._scheduler.let_in_beside(apart):
+            return
+        if slices := self._scheduler.step_beside(apart):
             self._step = self._runner.order(slices)
             self.num_steps += 1
+            self._prompts_since = 0

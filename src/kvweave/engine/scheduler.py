@@ -173,9 +173,19 @@ class Scheduler(Generic[S]):
             self._apart = ()
         return [each for each in step if each.num_rows and not each.sequence.progress.held]
 
+    def let_in_beside(self, apart: Collection[S]) -> bool:
+        """Let one more in while the own steps of others are under way. Whether it takes the next
+        step, alone."""
+        self._apart = apart
+        try:
+            new = self._next_in({})
+        finally:
+            self._apart = ()
+        return new is not None and new.progress.own_step
+
     @property
     def has_own_step(self) -> bool:
-        """Whether one that was let in takes the next step alone."""
+        """Whether one that was let in takes the next step, alone."""
         return any(one.progress.own_step for one in self._foreground())
 
     def _foreground(self) -> list[S]:

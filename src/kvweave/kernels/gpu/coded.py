@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import CodedPages, RowMoves
 
@@ -66,6 +67,7 @@ def _pairs(ptr, row, c, inside, scale):
     return ((both << 24) >> 24).to(tl.float32) * scale, (both >> 8).to(tl.float32) * scale
 
 
+@quick
 @triton.jit(do_not_specialize=["source_ptr", "target_ptr", "which_ptr", "num_rows"])
 def _relocate_coded(
     keys_ptr, values_ptr, k_ptr, v_ptr, scales_ptr, lift_ptr, out_keys_ptr, out_values_ptr,

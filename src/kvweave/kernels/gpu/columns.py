@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.gpu.row_plan import to_device
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 
@@ -27,6 +28,7 @@ BUSY = 512  # programs that keep a large chip busy
 FEW_SPLITS, MOST_SPLITS = 8, 32  # of the columns: merged at once by the kernel that reads them
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows", "num_columns"])
 def _row_lse(
     q_ptr, k_ptr, apart_ptr, limits_ptr, out_ptr, num_rows, num_columns, per_split, scale,
@@ -71,6 +73,7 @@ def _row_lse(
     tl.store(out_ptr + out_at, lse, live)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows", "num_columns", "splits"])
 def _column_reduce(
     q_ptr, k_ptr, apart_ptr, limits_ptr, lse_ptr, out_ptr, num_rows, num_columns, splits, scale,

@@ -25,9 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.gpu.row_plan import RowPlan
 from kvweave.kernels.gpu.tiles import LOG2_E
 
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 BLOCK_M = 128  # rows times heads of a tile; each consumer has half
 BLOCK_N = 128  # keys of a block
 STAGES = 2
@@ -208,6 +210,7 @@ def _consume(
         gl.store(lse_ptr + base + at - HALF * 64, m + gl.log2(total))
 
 
+@quick
 @gluon.jit(do_not_specialize=["pages_stride", "num_pages"])
 def _attend(
     kd, vd, q_ptr, out_ptr, part_ptr, lse_ptr, limits_ptr, items_ptr, pages_ptr,
@@ -278,13 +281,12 @@ def launch(
     kv_heads, head_dim = keys.shape[-2:]
     page = 0 if pages is None else keys.shape[1]
     box = min(page, BLOCK_N) if page else BLOCK_N
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     descriptors = []
     for x in (keys, values):
         rows, stride = (x.shape[1], x.stride(1)) if page else (x.shape[0], x.stride(0))
         shape = [x.shape[0] if page else 1, rows, kv_heads * head_dim]
         strides = [x.stride(0) if page else rows * stride, stride, 1]
-        descriptors.append(TensorDescriptor(x, shape, strides, [1, box, CHUNK], layout))
+        descriptors.append(TensorDescriptor(x, shape, strides, [1, box, CHUNK], LAYOUT))
     _attend[(len(plan.items) * kv_heads,)](
         *descriptors, q, out, *parts, plan.limits, plan.items,
         plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import Owners
 
@@ -30,6 +31,7 @@ def _turn_heads(
         tl.store(out_ptr + h * out_head + d, tl.load(x_ptr + h * x_head + d, rest), rest)
 
 
+@quick
 @triton.jit(do_not_specialize=["rows_ptr"])
 def _place_rows(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, rows_ptr, out_ptr, keys_ptr, values_ptr,
@@ -80,6 +82,7 @@ def place_rows(
     return out
 
 
+@quick
 @triton.jit(do_not_specialize=["rows_ptr", "at_ptr", "bounds_ptr", "weights_ptr", "num_chunks"])
 def _mean_change_rows(
     k_ptr, v_ptr, rows_ptr, cos_ptr, sin_ptr, at_ptr, bounds_ptr, weights_ptr,

@@ -4,12 +4,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import RowMoves
 
 ROWS = 16  # per program
 
 
+@quick
 @triton.jit(do_not_specialize=["source_ptr", "target_ptr", "which_ptr", "num_rows"])
 def _relocate_rows(
     keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, source_ptr, target_ptr, which_ptr,

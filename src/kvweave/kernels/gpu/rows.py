@@ -8,6 +8,8 @@ its first and its last row do. Keys lie in one tensor per sequence, or in pages.
 import triton
 import triton.language as tl
 
+from kvweave.kernels.gpu.quick import quick
+
 HIDDEN = tl.constexpr(float("-inf"))
 
 
@@ -57,6 +59,7 @@ def _block(
     return acc, m_new, total
 
 
+@quick
 @triton.jit(do_not_specialize=["pages_stride"])
 def attend_rows(
     q_ptr, k_ptr, v_ptr, out_ptr, part_ptr, lse_ptr, limits_ptr, items_ptr, apart_ptr, pages_ptr,
@@ -113,6 +116,7 @@ def attend_rows(
         tl.store(lse_ptr + part, m + tl.log2(total))
 
 
+@quick
 @triton.jit
 def merge_pieces(
     out_ptr, part_ptr, lse_ptr, merges_ptr, out_row, out_head,

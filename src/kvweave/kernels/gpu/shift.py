@@ -4,11 +4,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.rope import Angles
 
 ROWS = 8  # per program
 
 
+@quick
 @triton.jit(do_not_specialize=["chunk_ptr", "row_ptr", "num_rows"])
 def _shift_rows(
     keys_ptr, values_ptr, by_k_ptr, by_v_ptr, chunk_ptr, row_ptr, cos_ptr, sin_ptr, num_rows,

@@ -13,11 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvweave.kernels.gpu.quick import quick
+
 HALF_BYTES = 4 << 20  # of page-locked memory; there are two halves, written in turn
 ALIGN = 256
 BLOCK = 1024
 
 
+@quick
 @triton.jit(do_not_specialize=["num_words"])
 def _fetch(here_ptr, there_ptr, num_words, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
