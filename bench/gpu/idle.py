@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def watch(world: SharedWorld, setting: dict[str, Any]) -> dict[str, Any]:
             ticket.wait()
         firsts = sorted(t.timeline.first_token_s or 0.0 for t in crowd_of(world, engine, 4))
     middle = firsts[third : 2 * third]
-    gaps = [b - a for a, b in zip(middle, middle[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(middle)]
     found = {
         "idle": idle,
         "prompts_per_s": round(len(gaps) / (middle[-1] - middle[0]), 2),
@@ -136,7 +137,7 @@ def idle_share(seen: profile) -> float:
     for began, ended in spans:
         busy += max(0.0, ended - max(end, began))
         end = max(end, ended)
-    return round(1 - busy / (end - spans[0][0]), 3)
+    return round(float(1 - busy / (end - spans[0][0])), 3)
 
 
 if __name__ == "__main__":

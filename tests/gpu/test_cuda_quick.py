@@ -22,15 +22,15 @@ pytestmark = [
 
 @quick
 @triton.jit(do_not_specialize=["count"])
-def add_strided(x_ptr, out_ptr, count, step, by, TWICE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+def add_strided(x_ptr, out_ptr, count, step, by, twice: tl.constexpr, block: tl.constexpr):
+    at = tl.program_id(0) * block + tl.arange(0, block)
     x = tl.load(x_ptr + at * step, at < count, other=0.0)
-    tl.store(out_ptr + at, (x + by) * (2 if TWICE else 1), at < count)
+    tl.store(out_ptr + at, (x + by) * (2 if twice else 1), at < count)
 
 
-def launch(x: torch.Tensor, step: int, by: float, twice: bool) -> torch.Tensor:
+def launch(x: torch.Tensor, step: int, by: float, *, twice: bool = False) -> torch.Tensor:
     out = torch.empty(len(x) // step, device=x.device, dtype=x.dtype)
-    add_strided[(-(-len(out) // 64),)](x, out, len(out), step, by, TWICE=twice, BLOCK=64)
+    add_strided[(-(-len(out) // 64),)](x, out, len(out), step, by, twice=twice, block=64)
     return out
 
 
@@ -46,7 +46,7 @@ def test_every_kind_of_argument_finds_its_own_kernel(
             for length in (3000, 16 * step, step):
                 x, by = whole[offset : offset + length], 1.5 + turn
                 want = (x[::step][: length // step] + by) * (2 if twice else 1)
-                torch.testing.assert_close(launch(x, step, by, twice), want.to(dtype))
+                torch.testing.assert_close(launch(x, step, by, twice=twice), want.to(dtype))
 
 
 def test_a_launch_that_was_seen_before_does_not_ask_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,22 +54,22 @@ def test_a_launch_that_was_seen_before_does_not_ask_triton(monkeypatch: pytest.M
     if not add_strided.is_quick:
         pytest.skip(f"Triton {triton.__version__} launches for itself")
     x = torch.ones(256, device="cuda")
-    launch(x, 1, 1.0, False)
+    launch(x, 1, 1.0)
     asked: list[object] = []
     monkeypatch.setattr(type(add_strided._kernel), "run", lambda *a, **k: asked.append(a))
-    torch.testing.assert_close(launch(x, 1, 3.0, False), x + 3)
+    torch.testing.assert_close(launch(x, 1, 3.0), x + 3)
     assert not asked
-    launch(x, 3, 3.0, False)
+    launch(x, 3, 3.0)
     assert asked, "another stride may be another kernel"
 
 
 def test_a_profiler_hears_of_every_launch() -> None:
     x, heard = torch.ones(256, device="cuda"), []
-    launch(x, 1, 1.0, False)
+    launch(x, 1, 1.0)
     hook = heard.append
     knobs.runtime.launch_enter_hook.add(hook)
     try:
-        launch(x, 1, 1.0, False)
+        launch(x, 1, 1.0)
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     assert len(heard) == 1
@@ -77,10 +77,10 @@ def test_a_profiler_hears_of_every_launch() -> None:
 
 def test_launches_are_recorded_and_played() -> None:
     x = torch.ones(256, device="cuda")
-    launch(x, 1, 1.0, False)
+    launch(x, 1, 1.0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(x, 1, 2.0, False)
+        out = launch(x, 1, 2.0)
     x.fill_(5.0)
     graph.replay()
     torch.testing.assert_close(out, x + 2)
