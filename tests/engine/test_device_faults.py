@@ -27,7 +27,7 @@ from worlds.fused import CHUNKS, World, answer, at_rest
 RNG = random.Random(3)
 PREAMBLE = ids(RNG, 6)  # of pages of 4: it ends inside one
 CHUNK = ids(RNG, 9)
-SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
+SHARED = replace(SMALL, share_chunks=True)
 LOST = "CUDA error: unspecified launch failure"
 
 

@@ -24,7 +24,7 @@ from kvweave.model.decoder import Decoder
 from worlds.engine import SMALL, until
 from worlds.fused import CHUNKS, World, answer, at_rest
 
-SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
+SHARED = replace(SMALL, share_chunks=True)
 
 
 class Again:

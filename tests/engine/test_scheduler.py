@@ -415,3 +415,48 @@ def test_who_waits_for_one_that_is_gone_goes_on() -> None:
     assert world.step() == [(first, 16)]
     world.scheduler.remove(first)
     assert world.step() == [(second, 6)]
+
+
+def test_who_takes_its_own_step_is_left_alone_by_the_step_beside_it() -> None:
+    world = World(pages=5)
+    first, own = world.add(4), world.add(12, own=True)
+    world.step()
+    world.scheduler.next_step()  # `own`, which came last, is let in and begins
+    assert own in world.scheduler.running
+    assert world.free == 1
+    for _ in range(4):  # up to the end of its second page
+        assert world.scheduler.step_beside([own]) == [(first, 1)]
+        first.progress.advance(1)
+        first.progress.known += 1
+    assert world.free == 0
+    assert world.scheduler.step_beside([own]) == []
+    assert own in world.scheduler.running
+    assert first not in world.scheduler.running, "it gives its own pages back instead"
+    assert world.scheduler.preemptions == 1
+
+
+def test_guesses_have_no_rows_beside_an_own_step() -> None:
+    world = World()
+    first = world.add(4)
+    world.step()
+    guess = world.add(12, held=True)
+    own = world.add(12, own=True)
+    world.step()
+    assert own in world.scheduler.running
+    assert world.scheduler.step_beside([own]) == [(first, 1)]
+    assert guess in world.scheduler.running
+
+
+def test_one_more_is_let_in_beside_an_own_step() -> None:
+    world = World()
+    own = world.add(4, own=True)
+    world.scheduler.next_step()
+    assert not world.scheduler.let_in_beside([own]), "nobody waits"
+    after, plain = world.add(4, own=True), world.add(4)
+    assert world.scheduler.let_in_beside([own])
+    assert after in world.scheduler.running
+    assert not world.scheduler.let_in_beside([own, after]), "its rows are of a common step"
+    assert plain in world.scheduler.running
+    assert world.scheduler.has_own_step
+    own.progress.own_step = after.progress.own_step = False
+    assert not world.scheduler.has_own_step

@@ -124,8 +124,9 @@ def known() -> dict[int, list[list[int]]]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pages", [22, 40, 256])
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_a_mixed_crowd_gets_the_answers_of_each_alone(
-    world: World, known: dict[int, list[list[int]]], seed: int, pages: int
+    world: World, known: dict[int, list[list[int]]], seed: int, pages: int, overlaps: bool
 ) -> None:
     """In pools so small that chunks push each other out and requests lose their pages."""
     rng = random.Random(seed)
@@ -133,7 +134,8 @@ def test_a_mixed_crowd_gets_the_answers_of_each_alone(
     if seed not in known:
         known[seed] = [answer_alone(world, request) for request in requests]
     want = known[seed]
-    with Engine(world.decoder, replace(SHARED, pool_tokens=4 * pages)) as engine:
+    cfg = replace(SHARED, pool_tokens=4 * pages, overlap_steps=overlaps)
+    with Engine(world.decoder, cfg) as engine:
         tickets = [engine.submit(request) for request in requests]
         for request, ticket, tokens in zip(requests, tickets, want, strict=True):
             if request.fused is None or not request.use_tree:

@@ -1,0 +1,260 @@
+"""Fused prompts that are ordered and not waited for, and common steps between them.
+
+A CPU has computed what it is told when it is told. Where a test says so, passes are taken for not
+through until somebody waits for them, as on a GPU.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvweave.engine.engine import Engine
+from kvweave.engine.lifecycle import Lifecycle, OrderedPrompt
+from kvweave.engine.overlap import Overlap
+from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.runner import Runner
+from kvweave.engine.scheduler import StepSlice
+from kvweave.fuse.fuse import Fused, OrderedFusion
+from worlds.engine import SMALL, alone, ids, plain, until
+from worlds.fused import CHUNKS, World, answer, at_rest, shuffled
+
+CFG = replace(SMALL, share_chunks=True, overlap_steps=True, prompts_per_step=1)
+
+
+@pytest.fixture
+def on_its_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No pass is through before it is waited for."""
+    with monkeypatch.context() as patched:
+        patched.setattr(OrderedFusion, "is_through", property(lambda _: False))
+        yield
+
+
+def fused(world: World, rng: random.Random, max_tokens: int = 6) -> EngineRequest:
+    request = world.request(shuffled(rng), "weave", rng.choice([0.3, 0.6]))
+    part = request.fused
+    assert part is not None
+    still = replace(part, strategy=replace(part.strategy, drift=0.0))
+    sampling = replace(request.sampling, max_tokens=max_tokens)
+    return replace(request, fused=still, sampling=sampling)
+
+
+def bring_chunks(engine: Engine, world: World) -> None:
+    """All chunks lie in shared pages: the prompts that follow need not bring any."""
+    request = world.request(list(CHUNKS), "weave", 0.3)
+    answer(engine.submit(request))
+    answer(engine.submit(world.request(list(CHUNKS[::-1]), "weave", 0.3)))
+
+
+def overlap_of(engine: Engine) -> Overlap:
+    overlap = engine._worker._overlap
+    assert overlap is not None
+    return overlap
+
+
+@pytest.mark.usefixtures("on_its_way")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("pages", [24, 60, 256])
+@pytest.mark.parametrize("per_step", [1, 2, 5])
+def test_a_crowd_gets_the_answers_of_each_alone(
+    world: World, seed: int, pages: int, per_step: int
+) -> None:
+    """Also in pools so small that requests lose their pages while prompts are on their way."""
+    rng = random.Random(seed)
+    requests = [fused(world, rng, rng.randint(1, 9)) for _ in range(14)]
+    requests += [plain(ids(rng, rng.randint(1, 30)), max_tokens=12) for _ in range(4)]
+    rng.shuffle(requests)
+    want = [
+        world.alone(one) if one.fused else [c.token_id for c in alone(world.decoder, one)]
+        for one in requests
+    ]
+    cfg = replace(CFG, pool_tokens=4 * pages, prompts_per_step=per_step)
+    with Engine(world.decoder, cfg) as engine:
+        tickets = [engine.submit(request) for request in requests]
+        assert [answer(ticket) for ticket in tickets] == want
+        at_rest(engine, world)
+        for ticket, request in zip(tickets, requests, strict=True):
+            assert ticket.record is not None
+            assert ticket.record.strategy == ("weave" if request.fused else "full")
+        assert engine.stats()["fused_streamed"] >= 14
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_the_next_prompt_and_a_step_are_ordered_before_a_token_is_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(1)
+    told: list[str] = []
+    numbers: dict[object, str] = {}
+
+    def name(sequence: object) -> str:
+        return numbers.setdefault(sequence, "ABCDEFGH"[len(numbers)])
+
+    order, finish, own = Runner.order, Lifecycle.finish_own_step, Lifecycle.take_own_step
+
+    def ordering(self: Runner, slices: list[StepSlice]) -> object:  # type: ignore[type-arg]
+        told.append("step")
+        return order(self, slices)
+
+    def finishing(self: Lifecycle, ordered: OrderedPrompt) -> None:
+        told.append(f"{name(ordered.sequence)}'s token")
+        finish(self, ordered)
+
+    def beginning(self: Lifecycle, sequence: object, meanwhile: object = None) -> object:
+        told.append(f"{name(sequence)} begins")
+        made = own(self, sequence, meanwhile)  # type: ignore[arg-type]
+        told.append(f"{name(sequence)} is ordered")
+        return made
+
+    with Engine(world.decoder, replace(CFG, max_running=9)) as engine:
+        bring_chunks(engine, world)
+        first = engine.submit(plain(ids(rng, 5), max_tokens=60))
+        next(first)
+        requests = [fused(world, rng, 1) for _ in range(3)]
+        monkeypatch.setattr(Runner, "order", ordering)
+        monkeypatch.setattr(Lifecycle, "finish_own_step", finishing)
+        monkeypatch.setattr(Lifecycle, "take_own_step", beginning)
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        for ticket in tickets:
+            answer(ticket)
+        first.cancel()
+    assert told[:12] == [
+        "A begins", "step", "A is ordered",
+        "B begins", "step", "A's token", "B is ordered",
+        "C begins", "step", "B's token", "C is ordered",
+        "C's token",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 4])
+def test_so_many_prompts_are_computed_between_two_steps(world: World, per_step: int) -> None:
+    rng = random.Random(2)
+    cfg = replace(CFG, prompts_per_step=per_step, max_running=16)
+    with Engine(world.decoder, cfg) as engine:
+        bring_chunks(engine, world)
+        beside = engine.submit(plain(ids(rng, 5), max_tokens=200))
+        next(beside)
+        before = overlap_of(engine).num_steps
+        requests = [fused(world, rng, 1) for _ in range(12)]
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        for ticket in tickets:
+            answer(ticket)
+        steps = overlap_of(engine).num_steps - before
+        beside.cancel()
+        assert 12 // per_step - 1 <= steps <= 12 // per_step + 1
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_a_prompt_that_is_cancelled_on_its_way_ends_without_a_token(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(3)
+    requests = [fused(world, rng) for _ in range(4)]
+    want = [world.alone(request) for request in requests]
+    own = Lifecycle.take_own_step
+    cancelled: list[Ticket] = []
+
+    def leaving(self: Lifecycle, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
+        ordered = own(self, sequence, meanwhile)
+        if ordered is not None and not cancelled:
+            cancelled.append(sequence.ticket)
+            sequence.ticket.cancel()
+        return ordered
+
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        monkeypatch.setattr(Lifecycle, "take_own_step", leaving)
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        for ticket, tokens in zip(tickets, want, strict=True):
+            assert answer(ticket) == ([] if ticket in cancelled else tokens)
+        assert len(cancelled) == 1
+        at_rest(engine, world)
+        assert engine.stats()["requests_aborted"] == 1
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_a_pass_that_fails_ends_its_own_request_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = random.Random(4)
+    requests = [fused(world, rng) for _ in range(4)]
+    want = [world.alone(request) for request in requests]
+    finish = OrderedFusion.finish
+    failed: list[OrderedFusion] = []
+
+    def failing(self: OrderedFusion) -> Fused:
+        if not failed:
+            failed.append(self)
+            raise RuntimeError("on purpose")
+        return finish(self)
+
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        monkeypatch.setattr(OrderedFusion, "finish", failing)
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        ended = []
+        for ticket, tokens in zip(tickets, want, strict=True):
+            try:
+                assert answer(ticket) == tokens
+            except RuntimeError as error:
+                ended.append(str(error))
+        assert ended == ["on purpose"]
+        at_rest(engine, world)
+        assert engine.stats()["requests_failed"] == 1
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_a_job_finds_the_device_at_rest(world: World) -> None:
+    rng = random.Random(5)
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        tickets = [engine.submit(fused(world, rng)) for _ in range(8)]
+        seen = [engine.run_alone(lambda: overlap_of(engine)._prompt) for _ in range(20)]
+        for ticket in tickets:
+            answer(ticket)
+        assert seen == [None] * 20
+        at_rest(engine, world)
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_who_draws_its_tokens_is_not_kept_waiting_for_a_pass(world: World) -> None:
+    """Steps with it are taken by themselves, in turn with prompts."""
+    rng = random.Random(6)
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        drawing = engine.submit(plain(ids(rng, 5), max_tokens=12, temperature=1.0, seed=1))
+        next(drawing)
+        before = overlap_of(engine).num_steps
+        requests = [fused(world, rng, 3) for _ in range(6)]
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        assert len(answer(drawing)) == 11
+        assert overlap_of(engine).num_steps == before
+        for ticket, request in zip(tickets, requests, strict=True):
+            assert answer(ticket) == world.alone(request)
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_an_engine_that_is_closed_ends_what_is_on_its_way(world: World) -> None:
+    rng = random.Random(7)
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        tickets = [engine.submit(fused(world, rng, 50)) for _ in range(6)]
+        until(lambda: overlap_of(engine).num_steps > 1)
+    assert all(ticket.is_done for ticket in tickets)
+    assert world.store.num_pinned() == 0
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_guesses_are_not_computed_between_prompts(world: World) -> None:
+    rng = random.Random(8)
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        guess = engine.submit(plain(ids(rng, 40), max_tokens=2), held=True)
+        tickets = [engine.submit(fused(world, rng)) for _ in range(4)]
+        for ticket in tickets:
+            answer(ticket)
+        until(lambda: guess.timeline.prefilled_s is not None)
+        guess.release()
+        assert len(answer(guess)) == 2
+        at_rest(engine, world)
