@@ -258,3 +258,19 @@ def test_guesses_are_not_computed_between_prompts(world: World) -> None:
         guess.release()
         assert len(answer(guess)) == 2
         at_rest(engine, world)
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_what_a_prompt_takes_in_company_is_not_taken_for_its_own(world: World) -> None:
+    """Prices are not learnt from it."""
+    rng = random.Random(9)
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        alone = engine.submit(fused(world, rng, 1))
+        answer(alone)
+        requests = [fused(world, rng, 1) for _ in range(3)]
+        tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
+        for ticket in tickets:
+            answer(ticket)
+        assert not alone.timeline.shared
+        assert all(ticket.timeline.shared for ticket in tickets)

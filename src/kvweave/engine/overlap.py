@@ -44,6 +44,8 @@ class Overlap:
         progress, meanwhile = own.progress, None
         if not (progress.held or progress.background):
             meanwhile = Meanwhile(partial(self._scoring, own), self.finish_step)
+        if self._prompt is not None:
+            self._are_together(own, self._prompt.sequence)
         ordered = self._lifecycle.take_own_step(own, meanwhile)
         self.finish_prompt()  # the one before, if this one had no rows scored
         self._prompt = ordered
@@ -65,6 +67,11 @@ class Overlap:
         """All requests have ended."""
         self._prompt = self._step = None
 
+    def _are_together(self, *prompts: EngineSequence) -> None:
+        """What these take is not what they take alone."""
+        for one in prompts:
+            one.ticket.timeline.shared = True
+
     def _scoring(self, own: EngineSequence) -> None:
         """Rows of `own` are being scored: the device has that to do, and what it had before."""
         if self._prompt is not None and self._prompt.prefill.is_through:
@@ -84,5 +91,6 @@ class Overlap:
             return
         if slices := self._scheduler.step_beside(apart):
             self._step = self._runner.order(slices)
+            self._are_together(own)
             self.num_steps += 1
             self._prompts_since = 0
