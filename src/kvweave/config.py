@@ -174,6 +174,7 @@ class EngineSettings(ConfigSection):
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
     share_chunks: bool | None = unset("false")  # chunk KV once in the pool for all requests
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there
+    prompts_per_step: Count | None = unset("2")  # fused ones between two tokens of an answer
     recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none
 
 

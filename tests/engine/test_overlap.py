@@ -13,9 +13,10 @@ import pytest
 from kvweave.engine.engine import Engine
 from kvweave.engine.lifecycle import Lifecycle, OrderedPrompt
 from kvweave.engine.overlap import Overlap
-from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import StepSlice
+from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.fuse import Fused, OrderedFusion
 from worlds.engine import SMALL, alone, ids, plain, until
 from worlds.fused import CHUNKS, World, answer, at_rest, shuffled
@@ -48,9 +49,8 @@ def bring_chunks(engine: Engine, world: World) -> None:
 
 
 def overlap_of(engine: Engine) -> Overlap:
-    overlap = engine._worker._overlap
-    assert overlap is not None
-    return overlap
+    assert engine._overlap is not None
+    return engine._overlap
 
 
 @pytest.mark.usefixtures("on_its_way")
@@ -274,3 +274,110 @@ def test_what_a_prompt_takes_in_company_is_not_taken_for_its_own(world: World) -
             answer(ticket)
         assert not alone.timeline.shared
         assert all(ticket.timeline.shared for ticket in tickets)
+
+
+@pytest.mark.usefixtures("on_its_way")
+@pytest.mark.parametrize("most", [2, 3])
+def test_another_tenant_waits_while_all_that_run_are_on_their_way(
+    world: World, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """None of them may leave for it."""
+    request = fused(world, random.Random(9), 3)
+    mine, other = replace(request, namespace="a"), replace(request, namespace="b")
+    want, late, scoring = world.alone(request), [], Overlap._scoring
+
+    def hearing(self: Overlap, own: EngineSequence) -> None:
+        if not late:
+            late.append(engine.submit(other))
+            engine._worker._hear()
+        scoring(self, own)
+
+    with Engine(world.decoder, replace(CFG, max_running=most)) as engine:
+        for tenant in (mine, other):
+            answer(engine.submit(tenant))
+            answer(engine.submit(tenant))
+        monkeypatch.setattr(Overlap, "_scoring", hearing)
+        tickets = engine.run_alone(lambda: [engine.submit(mine) for _ in range(most)])
+        until(lambda: bool(late))
+        assert [answer(ticket) for ticket in (*tickets, *late)] == [want] * (most + 1)
+        at_rest(engine, world)
+
+
+@pytest.mark.usefixtures("on_its_way")
+@pytest.mark.parametrize("kind", ["held", "cacheblend", "not there yet", "epic"])
+def test_a_token_does_not_wait_for_a_step_that_scores_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nor for one that waits for bytes, or that nobody waits for."""
+    told: list[str] = []
+    own, prefilled = Lifecycle.take_own_step, Lifecycle._prefilled
+
+    def name(sequence: EngineSequence) -> str:
+        return "first" if sequence.ticket is tickets[0] else "second"
+
+    def beginning(self, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
+        told.append(f"{name(sequence)} begins")
+        if len(tickets) == 1:  # it comes behind the first
+            tickets.append(engine.submit(second, held=kind == "held"))
+            engine._worker._hear()
+        return own(self, sequence, meanwhile)
+
+    def answering(self, sequence, *how):  # type: ignore[no-untyped-def]
+        told.append(f"{name(sequence)} answers")
+        prefilled(self, sequence, *how)
+
+    second = world.request([CHUNKS[2]], kind if kind in ("cacheblend", "epic") else "weave", 0.3)
+    assert second.fused is not None
+    second = replace(second, fused=replace(second.fused, expected=LoadCost(0.0, 1.0)))
+    tickets: list[Ticket] = []
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        if kind == "not there yet":
+            second = replace(second, namespace="another")
+        monkeypatch.setattr(Lifecycle, "take_own_step", beginning)
+        monkeypatch.setattr(Lifecycle, "_prefilled", answering)
+        first = fused(world, random.Random(11), 1)
+        engine.run_alone(lambda: tickets.append(engine.submit(first)))
+        answer(tickets[0])
+        until(lambda: len(tickets) == 2)
+        tickets[1].release()
+        answer(tickets[1])
+    assert told.index("first answers") < told.index("second begins")
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_a_prompt_on_its_way_is_one_that_is_not_computed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Speculation begins when there are few of them."""
+    seen: list[int] = []
+    own = Overlap.take_own_step
+
+    def looking(self: Overlap, sequence: EngineSequence) -> None:
+        own(self, sequence)
+        seen.append(engine.pending_prefills())
+
+    with Engine(world.decoder, CFG) as engine:
+        bring_chunks(engine, world)
+        monkeypatch.setattr(Overlap, "take_own_step", looking)
+        answer(engine.submit(fused(world, random.Random(12), 1)))
+        assert engine.pending_prefills() == 0
+    assert seen == [1]
+
+
+@pytest.mark.usefixtures("on_its_way")
+def test_guesses_are_not_let_in_instead_of_a_step(world: World) -> None:
+    rng = random.Random(13)
+    with Engine(world.decoder, replace(CFG, prompts_per_step=3, max_running=16)) as engine:
+        bring_chunks(engine, world)
+        beside = engine.submit(plain(ids(rng, 5), max_tokens=200))
+        next(beside)
+        requests = [(fused(world, rng, 1), n > 0) for n in range(4)]
+        before = overlap_of(engine).num_steps
+        tickets = engine.run_alone(
+            lambda: [engine.submit(request, held=held) for request, held in requests]
+        )
+        answer(tickets[0])
+        assert overlap_of(engine).num_steps == before + 1
+        for ticket in (beside, *tickets[1:]):
+            ticket.cancel()

@@ -456,7 +456,10 @@ def test_one_more_is_let_in_beside_an_own_step() -> None:
     assert world.scheduler.let_in_beside([own])
     assert after in world.scheduler.running
     assert not world.scheduler.let_in_beside([own, after]), "its rows are of a common step"
-    assert plain in world.scheduler.running
+    assert plain not in world.scheduler.running
+    world.scheduler.remove(plain)
+    world.add(4, own=True, held=True)
+    assert not world.scheduler.let_in_beside([own, after]), "nobody waits for it"
     assert world.scheduler.has_own_step
     own.progress.own_step = after.progress.own_step = False
     assert not world.scheduler.has_own_step

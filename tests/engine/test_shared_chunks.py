@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvweave.engine.engine import Engine
+from kvweave.engine.lifecycle import Lifecycle
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.request import State
 from kvweave.kv.residency import Miss
@@ -386,3 +387,21 @@ def test_pages_of_chunks_are_written_once(world: World) -> None:
         for ratio in (0.2, 0.6, 1.0):
             answer(engine.submit(world.request(LONG[::-1], "weave", ratio)))
         assert torch.equal(engine.run_alone(pages), before)
+
+
+def test_chunks_that_are_deleted_before_their_first_pass_are_the_requests_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was let in, and has pages for them."""
+    request = still(world.request([CHUNKS[2], CHUNKS[0]], "weave", 0.3))
+    want, take = world.alone(request), Lifecycle.take_own_step
+
+    def deleted(self, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
+        engine._prefixes.forget_all("")
+        return take(self, sequence, meanwhile)
+
+    with Engine(world.decoder, SHARED) as engine:
+        monkeypatch.setattr(Lifecycle, "take_own_step", deleted)
+        assert answer(engine.submit(request)) == want
+        assert resident(engine) == 0
+        at_rest(engine, world)

@@ -514,6 +514,7 @@ def test_what_a_codec_rounded_is_not_called_exact(
     ("logits", "token_id"),
     [
         ([0.5, 3.0, -1.0], 1),
+        ([3.0, 0.5, 3.0], 0),
         ([0.5, math.nan, 9.0], None),
         ([0.5, math.inf, 9.0], None),
         ([-math.inf, -2.0, -math.inf], 1),

@@ -174,7 +174,7 @@ class ChunkPages:
             chunk.is_filled = True
             chunk.is_rounded = self.rounds or chunk.key in rounded
             chunk.usage.computed(cost_s * chunk.num_tokens / num_tokens, chunk.num_tokens)
-            if any(map(is_gone, chunk.ids)):
+            if chunk.is_found and any(map(is_gone, chunk.ids)):
                 self._hide(chunk)
         self._counts["fills"] += len(empty)
 

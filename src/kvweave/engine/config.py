@@ -52,10 +52,9 @@ class EngineConfig:
     # of which a page holds twice as many tokens (four times in single precision)
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
     # ask over chunks that lie ready, and nothing else happens are played from CUDA graphs; 0: none
-    overlap_steps: bool | None = (
-        None  # while a prompt over shared chunks is computed, a step of all
-    )
-    # others is ordered as well: the device has one while the host is at the other. None: on a GPU
+    # while a prompt over shared chunks is computed, the next one and a step of all others are
+    # ordered as well: the device has one while the host is at the other. None: on a GPU
+    overlap_steps: bool | None = None
     prompts_per_step: int = 2  # such prompts between two steps of all others, while prompts wait:
     # more of them begin to answer per second, and the gap between two tokens grows by one
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it

@@ -91,14 +91,17 @@ class Engine:
             self._warm_up,
             self._chunks,
         )
-        overlap = Overlap(self._scheduler, runner, self._lifecycle, self.cfg.prompts_per_step)
+        self._overlap: Overlap | None = None
+        if self.cfg.overlap_steps:
+            per_step = self.cfg.prompts_per_step
+            self._overlap = Overlap(self._scheduler, runner, self._lifecycle, per_step)
         self._worker = Worker(
             self._inbox,
             self._lifecycle,
             self._scheduler,
             runner,
             self.cfg.idle_s,
-            overlap if self.cfg.overlap_steps else None,
+            self._overlap,
         )
         self._decoder = decoder
         self._runner = runner
@@ -185,6 +188,7 @@ class Engine:
             "preemptions": scheduler.preemptions,
             "steps_parted": self._runner.num_parted,
             "steps_given_up": self._worker.num_given_up,
+            "steps_overlapped": 0 if self._overlap is None else self._overlap.num_steps,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._prefixes.copy_stats(),
@@ -224,7 +228,9 @@ class Engine:
             for ticket, sequence in sequences.items()
         )
         new = (item for item in self._inbox.peek() if isinstance(item, Ticket))
-        return prompts + sum(_counts(ticket) and ticket not in sequences for ticket in new)
+        prompts += sum(_counts(ticket) and ticket not in sequences for ticket in new)
+        # the one that a device is at counts as computed
+        return prompts + (self._overlap is not None and self._overlap.has_prompt)
 
     def guess_boundary_s(self, row_s: float, prefill_s: float) -> float:
         """How long a wrong guess stands in the way, where a prompt and a row of it take so long: a

@@ -41,6 +41,7 @@ from kvweave.fuse.prefill import (
     StoredPrompt,
     can_share,
     named_kv,
+    prober_of,
 )
 from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.protocol import Meanwhile
@@ -236,6 +237,15 @@ def prepare_in_place(
     """As `prepare`, over filled chunks in shared pages of which nothing is recomputed."""
     frame = _frame(sequence, fused_part(sequence), prefixes)
     return stored.prepare_in_place(decoder, frame, room)
+
+
+def is_scored(sequence: EngineSequence) -> bool:
+    """Whether the device scores the rows of a request over shared chunks before its pass, and
+    nothing else is waited for: all of them are filled."""
+    part = fused_part(sequence)
+    if sequence.shared is None or prober_of(part.strategy, part.ratio) is None:
+        return False
+    return len(sequence.shared.filled) == len(sequence.shared.chunks)
 
 
 def lies_ready(sequence: EngineSequence) -> bool:

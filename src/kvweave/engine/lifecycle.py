@@ -59,8 +59,8 @@ class OrderedPrompt(NamedTuple):
 
     sequence: EngineSequence
     prefill: OrderedPrefill
-    room: ChunkRoom
-    rounded: set[ChunkKey]
+    room: ChunkRoom  # what it has in the pool
+    rounded: set[ChunkKey]  # of its chunks, those that a codec rounded
     started_s: float  # by time.perf_counter
     can_wait: bool  # other prompts may begin before it is finished
 
@@ -241,7 +241,7 @@ class Lifecycle:
 
     def take_own_step(
         self, sequence: EngineSequence, meanwhile: Meanwhile | None = None
-    ) -> "OrderedPrompt | None":
+    ) -> OrderedPrompt | None:
         """The own step of a fused request: its whole prefill, or what must be done at once.
 
         With `meanwhile` a prefill over shared chunks may only be ordered: what comes back is then
@@ -265,14 +265,11 @@ class Lifecycle:
                     if meanwhile is not None and ordered.can_wait:
                         sequence.finish_prompt()  # it has nothing more to compute
                         return ordered
-                    prefilled = ordered.prefill.finish()
-                    self._keep_shared(ordered, prefilled.record)
-                    record = prefilled.record
+                    prefilled = self._finish_shared(ordered)
                 elif mode is PrefillMode.JOINED:
                     prepared, record = prepare(self._decoder, sequence, stored, self._prefixes)
                 else:
                     prefilled = prefill(self._decoder, sequence, stored, self._prefixes)
-                    record = prefilled.record
             finally:
                 stored.close()
                 sequence.stored = None
@@ -294,14 +291,13 @@ class Lifecycle:
         self._offer(sequence)
         return None
 
-    def finish_own_step(self, ordered: "OrderedPrompt") -> None:
+    def finish_own_step(self, ordered: OrderedPrompt) -> None:
         """Wait for a prefill that was ordered, and hand out its first token."""
         sequence = ordered.sequence
         if self.sequences.get(sequence.ticket) is not sequence:
             return  # it has ended meanwhile, and given back what it held
         try:
-            prefilled = ordered.prefill.finish()
-            self._keep_shared(ordered, prefilled.record)
+            prefilled = self._finish_shared(ordered)
         except Exception as error:  # the device's
             self.end(sequence.ticket, error)
             return
@@ -332,10 +328,10 @@ class Lifecycle:
         stored: StoredPrompt,
         started_s: float,
         meanwhile: Meanwhile | None,
-    ) -> "OrderedPrompt":
-        """A prefill over shared chunks."""
+    ) -> OrderedPrompt:
+        """Order a prefill over shared chunks. The next prompt may begin before it is finished if it
+        brings none of them, and has not answered before its pages were taken away."""
         assert sequence.shared is not None, "its chunks are leased"
-        # what it brings must be there for the next one
         is_filled = len(sequence.shared.filled) == len(sequence.shared.chunks)
         is_first = sequence.progress.known == sequence.prompt_len
         room = ChunkRoom(sequence, self._pages)
@@ -345,17 +341,19 @@ class Lifecycle:
         rounded = stored.rounded()
         return OrderedPrompt(sequence, made, room, rounded, started_s, is_filled and is_first)
 
-    def _keep_shared(self, ordered: "OrderedPrompt", record: FuseRecord) -> None:
-        """A prefill over shared chunks is through: they are filled from now on."""
-        sequence, room = ordered.sequence, ordered.room
+    def _finish_shared(self, ordered: OrderedPrompt) -> Prefilled:
+        """Wait for a prefill over shared chunks: they are filled from now on."""
+        prefilled, sequence, room = ordered.prefill.finish(), ordered.sequence, ordered.room
         assert self._chunks is not None, "chunks are shared"
         assert sequence.shared is not None, "and leased"
         placed = room.placed
         sequence.shared.drop([key for key in sequence.shared.chunks if key not in placed])
         is_gone = partial(self._is_gone, sequence)
-        self._chunks.filled(sequence.shared, self._cost_of(record), is_gone, ordered.rounded)
+        cost_s = self._cost_of(prefilled.record)
+        self._chunks.filled(sequence.shared, cost_s, is_gone, ordered.rounded)
         sequence.shared.drop(room.unread)
         self.counts.add("fused_shared")
+        return prefilled
 
     def _is_gone(self, sequence: EngineSequence, chunk_id: ChunkId) -> bool:
         tombstones, tenant = self._prefixes.tombstones, sequence.request.namespace

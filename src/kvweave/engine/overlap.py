@@ -12,6 +12,7 @@ token is handed out. Taken one after the other they leave a device idle for a qu
 from collections.abc import Callable
 from functools import partial
 
+from kvweave.engine.fused_step import is_scored
 from kvweave.engine.lifecycle import Lifecycle, OrderedPrompt
 from kvweave.engine.runner import Runner, StepOutput
 from kvweave.engine.scheduler import Scheduler
@@ -20,14 +21,15 @@ from kvweave.fuse.protocol import Meanwhile
 
 
 class Overlap:
-    """What the device was told and the host has not waited for. For the engine thread."""
+    """What the device was told and the host has not waited for. For the engine thread; `has_prompt`
+    and `num_steps` are read by any."""
 
     def __init__(
         self,
         scheduler: Scheduler[EngineSequence],
         runner: Runner,
         lifecycle: Lifecycle,
-        prompts_per_step: int = 1,
+        prompts_per_step: int,
     ) -> None:
         """While prompts wait, so many are computed between two common steps."""
         self._scheduler = scheduler
@@ -37,17 +39,27 @@ class Overlap:
         self._step: Callable[[], StepOutput] | None = None
         self._prompts_per_step = prompts_per_step
         self._prompts_since = 0  # the last common step
-        self.num_steps = 0  # common ones that were ordered between prompts. Any thread
+        self.num_steps = 0  # common ones that were ordered between prompts
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether a prompt is ordered whose first token is not handed out."""
+        return self._prompt is not None
 
     def take_own_step(self, own: EngineSequence) -> None:
-        """As the lifecycle's. One that nobody waits for has the device for itself."""
-        progress, meanwhile = own.progress, None
-        if not (progress.held or progress.background):
-            meanwhile = Meanwhile(partial(self._scoring, own), self.finish_step)
+        """As the lifecycle's. One that nobody waits for, that waits for bytes itself or has no rows
+        scored would keep the token of the prompt before it waiting, and does not overlap it."""
+        progress = own.progress
+        if progress.held or progress.background or not is_scored(own):
+            self.finish_prompt()
+            self._lifecycle.take_own_step(own)
+            return
         if self._prompt is not None:
-            self._are_together(own, self._prompt.sequence)
+            _are_together(own, self._prompt.sequence)
+        self._prompts_since += 1
+        meanwhile = Meanwhile(partial(self._scoring, own), self.finish_step)
         ordered = self._lifecycle.take_own_step(own, meanwhile)
-        self.finish_prompt()  # the one before, if this one had no rows scored
+        self.finish_prompt()  # the one before, if this one failed before its rows were scored
         self._prompt = ordered
 
     def finish_step(self) -> None:
@@ -63,14 +75,13 @@ class Overlap:
         if ordered is not None:
             self._lifecycle.finish_own_step(ordered)
 
+    def took_step(self) -> None:
+        """A common step was taken by itself."""
+        self._prompts_since = 0
+
     def forget(self) -> None:
         """All requests have ended."""
         self._prompt = self._step = None
-
-    def _are_together(self, *prompts: EngineSequence) -> None:
-        """What these take is not what they take alone."""
-        for one in prompts:
-            one.ticket.timeline.shared = True
 
     def _scoring(self, own: EngineSequence) -> None:
         """Rows of `own` are being scored: the device has that to do, and what it had before."""
@@ -86,11 +97,16 @@ class Overlap:
         # a token that is drawn from logits would be drawn behind the whole pass
         if not is_plainly_greedy(others):
             return
-        self._prompts_since += 1
         if self._prompts_since < self._prompts_per_step and self._scheduler.let_in_beside(apart):
             return
         if slices := self._scheduler.step_beside(apart):
             self._step = self._runner.order(slices)
-            self._are_together(own)
+            _are_together(own)
             self.num_steps += 1
-            self._prompts_since = 0
+        self._prompts_since = 0
+
+
+def _are_together(*prompts: EngineSequence) -> None:
+    """What these take is not what they take alone."""
+    for one in prompts:
+        one.ticket.timeline.shared = True

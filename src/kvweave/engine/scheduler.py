@@ -174,8 +174,11 @@ class Scheduler(Generic[S]):
         return [each for each in step if each.num_rows and not each.sequence.progress.held]
 
     def let_in_beside(self, apart: Collection[S]) -> bool:
-        """Let one more in while the own steps of others are under way. Whether it takes the next
-        step, alone."""
+        """Let one more in while the own steps of others are under way, if it takes its own step
+        next and somebody waits for it. Whether that is so."""
+        best = self.waiting.best()
+        if best is None or not best.progress.own_step or best.progress.held:
+            return False
         self._apart = apart
         try:
             new = self._next_in({})
@@ -304,7 +307,9 @@ class Scheduler(Generic[S]):
         while rich := max(own.values(), key=len, default=[]):
             if len(rich) < 2:
                 return None
-            victim = max(self._may_leave(rich), key=_leaves)
+            victim = max(self._may_leave(rich), key=_leaves, default=None)
+            if victim is None:
+                return None
             rich.remove(victim)
             self._preempt(victim, rows_of)
             if self._admit(poor, rows_of):

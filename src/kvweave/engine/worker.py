@@ -154,8 +154,6 @@ class Worker:
         overlap = self._overlap
         if overlap is not None:
             overlap.finish_step()  # an own step that failed has left it
-            if any(map(_is_job, self._inbox.peek())):
-                overlap.finish_prompt()  # it finds the device at rest
         self._hear()
         if overlap is not None and not self._scheduler.has_own_step:
             overlap.finish_prompt()
@@ -164,10 +162,14 @@ class Worker:
             return self._lifecycle.work_ahead()
         first = slices[0].sequence
         if first.progress.own_step:
-            # a fused prefill, or what prepares one
-            (self._lifecycle if overlap is None else overlap).take_own_step(first)
+            if overlap is None:  # a fused prefill, or what prepares one
+                self._lifecycle.take_own_step(first)
+            else:
+                overlap.take_own_step(first)
         else:
             self._run(slices)  # one forward pass for all
+            if overlap is not None:
+                overlap.took_step()
         return True
 
     def _run(self, slices: Sequence[SequenceSlice]) -> None:
@@ -205,7 +207,10 @@ class Worker:
     def _hear(self) -> None:
         """Take in all that was posted before."""
         for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
-            self._lifecycle.hear(self._inbox.take())
+            news = self._inbox.take()
+            if self._overlap is not None and _is_job(news):
+                self._overlap.finish_prompt()  # it finds the device at rest
+            self._lifecycle.hear(news)
             self.beat()
 
     def _work(self) -> None:

@@ -169,8 +169,9 @@ class OrderedFusion:
 def _best(logits: Tensor) -> Tensor:
     """The two highest of logits [V] and the token of the highest, [3]: float64 has room for any
     token id."""
-    best = logits.topk(2)  # one that is no number, where there are some
-    return torch.cat((best.values.double(), best.indices[:1].double()))
+    best = logits.max(dim=-1)  # one that is no number, where there are some
+    second = logits.topk(2).values[1]  # of equal ones `topk` may take another than `max` first
+    return torch.stack([x.double() for x in (best.values, second, best.indices)])
 
 
 def _first_of(best: Tensor) -> FirstToken | None:

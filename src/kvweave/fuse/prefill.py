@@ -190,17 +190,17 @@ class StoredPrompt:
         ratio: float,
         meanwhile: Meanwhile | None = None,
     ) -> "OrderedPrefill":
-        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own. To
-        be finished; while bytes are still on their way to those pages, it is already.
+        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own. It
+        is ordered, and to be finished.
 
         For strategies whose rows are known before the pass and that want no extras (`can_share`).
         """
         assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
-        # on its way before the rest is looked at: the choice of rows waits for nothing else
-        num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
-        start = len(frame.exact.token_ids) + num_chunk_tokens
-        selector = self._strategy.selector
-        if isinstance(selector, ProbingSelector) and 0 < ratio < 1:
+        selector = prober_of(self._strategy, ratio)
+        if selector is not None:
+            # on its way before the rest is looked at: the choice of rows waits for nothing else
+            num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
+            start = len(frame.exact.token_ids) + num_chunk_tokens
             selector.begin_probe(decoder, frame.exact, frame.question_ids, start)
 
         def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> OrderedFusion:
@@ -365,6 +365,12 @@ class StoredPrompt:
         for key in {span.key for span in request.placed} - self.resident:
             loaded[self._lease.tiers[key]] += sizes.get(key, 0)
         return dict(loaded)
+
+
+def prober_of(strategy: Strategy, ratio: float) -> ProbingSelector | None:
+    """Who scores rows for the question before the pass, if any are to be chosen that way."""
+    selector = strategy.selector
+    return selector if isinstance(selector, ProbingSelector) and 0 < ratio < 1 else None
 
 
 def can_share(strategy: Strategy, num_layers: int) -> bool:

@@ -97,8 +97,6 @@ def attend_segments(
     own = [s for s in segments if s.end > s.start]
     last, kind = _cache.last, _kind(q, own)
     if last is not None and last.positions is positions and last.kind == kind:
-        assert out is None or out.is_contiguous(), "it is written side by side"
-        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         return _attend_hopper(q, LaunchKV([(own[0].keys, own[0].values)]), last.plan, scale, out)
     if len(own) == 1 and _is_causal(q, positions, own[0]):
         attended = _causal(q, own[0], scale)
@@ -112,24 +110,28 @@ def attend_segments(
         limits[s.start : s.end] = np.minimum(seen, len(s.keys))
     kv = LaunchKV([(s.keys, s.values) for s in own])
     bounds = tuple((s.start, s.end) for s in own)
-    attended = attend(q, limits, bounds, kv, scale, out)
-    group = q.shape[1] // own[0].keys.shape[1] if own else 1
-    if kind is not None and _hopper_can(q, kv, group, len(q)):
-        plan = _cache.plans.find(limits, bounds, _hopper_tiling(q, kv, group), q.device)
-        _cache.last = LastRows(positions, kind, plan)
-    return attended
+    if kind is not None:
+        group = q.shape[1] // own[0].keys.shape[1]
+        if _hopper_can(q, kv, group, len(q)):
+            assert int(limits.min()) > 0, "a row sees no key at all"
+            plan = _cache.plans.find(limits, bounds, _hopper_tiling(q, kv, group), q.device)
+            _cache.last = LastRows(positions, kind, plan)
+            return _attend_hopper(q, kv, plan, scale, out)
+    return attend(q, limits, bounds, kv, scale, out)
 
 
 def _kind(q: Tensor, own: Sequence[Segment]) -> tuple[Any, ...] | None:
     """What a plan of Hopper's kernel for all of q over one sequence depends on, besides positions,
     and whether it can run at all; None: there is more than that."""
-    if len(own) != 1 or own[0].key_positions is not None or not q.is_cuda:
+    if len(own) != 1 or own[0].key_positions is not None or not q.is_cuda or not len(q):
+        return None
+    if torch.cuda.is_current_stream_capturing():
         return None
     k, v, num = own[0].keys, own[0].values, own[0].end - own[0].start
     if own[0].start or num != len(q) or (k.data_ptr() | v.data_ptr()) % 16 or q.stride(-1) != 1:
         return None
     shape = (q.shape, q.stride(), q.dtype, k.shape, k.stride(), v.stride())
-    return (*shape, stream_of(q.device), torch.cuda.is_current_stream_capturing())
+    return (*shape, q.device, stream_of(q.device))
 
 
 def attend_pages(
@@ -245,10 +247,12 @@ def _hopper_tiling(q: Tensor, kv: LaunchKV, group: int) -> Tiling:
 
 
 def _attend_hopper(
-    q: Tensor, kv: LaunchKV, plan: RowPlan, scale: float | None, out: Tensor
+    q: Tensor, kv: LaunchKV, plan: RowPlan, scale: float | None, out: Tensor | None
 ) -> Tensor:
     from kvweave.kernels.gpu import hopper
 
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     keys, values = kv.tensors[0]
     kv_heads, head_dim = keys.shape[-2:]
     scale = head_dim**-0.5 if scale is None else scale

@@ -5,6 +5,9 @@ longer than many of these kernels take the device. But from one layer to the nex
 addresses and counts alone: the kernel that served before is found by what a kernel depends on
 (types, strides, whether addresses are multiples of 16) and called at once. What was not seen before
 goes through Triton, which compiles it if need be.
+
+Tensors lie on the device, or in page-locked memory that it reads at the host's addresses: nothing
+looks at that again.
 """
 
 from typing import Any
@@ -33,12 +36,18 @@ class QuickKernel:
             assert given == kernel.params[: len(given)], "constants come last"
             self._is_free = [each.do_not_specialize for each in given]
             self._constants = [each.name for each in kernel.params[len(given) :]]
-            self._hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+            self._runtime = knobs.runtime
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if not self.is_quick or any(hook.calls for hook in self._hooks):  # a profiler's
+        if not self.is_quick or self._is_watched:
             return self._kernel[grid]
         return lambda *given, **constants: self._launch(grid, given, constants)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether a profiler wants to hear of every launch."""
+        hooks = (self._runtime.launch_enter_hook, self._runtime.launch_exit_hook)
+        return any(getattr(hook, "calls", True) for hook in hooks)
 
     def _launch(
         self, grid: tuple[int, ...], given: tuple[Any, ...], constants: dict[str, Any]
@@ -67,10 +76,11 @@ class QuickKernel:
 
 
 def _kind(given: Any, is_free: bool) -> Any:
-    """What a compiled kernel depends on of an argument that is no tensor; as Triton sees it, or
-    finer."""
+    """What a compiled kernel depends on of an argument that is no tensor, as Triton sees it."""
     if isinstance(given, int):
-        return given > MOST_INT32 if is_free else given
+        if given == 1 and not is_free:
+            return 1
+        return (given > MOST_INT32, given % 16 == 0 and not is_free)
     if given is None or isinstance(given, float):
         return type(given)
     return (given.base.dtype, tuple(given.block_shape), given.layout)  # a TensorDescriptor
