@@ -24,13 +24,6 @@ LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twic
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "epic", "random"]
 
 
-def still(request: EngineRequest) -> EngineRequest:
-    """The same without drift, which moves chunks for the prompt alone where they are shared."""
-    part = request.fused
-    assert part is not None
-    return replace(request, fused=replace(part, strategy=replace(part.strategy, drift=0.0)))
-
-
 def thoughts(world: World, cfg: EngineConfig, request: EngineRequest) -> list[torch.Tensor]:
     """Probabilities of every token of an answer, given twice: chunks are brought, and lie there."""
     with Engine(world.decoder, cfg) as engine:
@@ -50,12 +43,12 @@ def test_what_the_model_thinks_is_near_that_over_copies(
 ) -> None:
     folder = make_model_folder(tmp_path, variant, max_position_embeddings=512)
     world = World(load_decoder(folder, device="cpu", dtype=dtype), tmp_path / "kv")
-    request = still(world.request(LONG, "weave" if ratio else "reuse", ratio))
+    request = world.request(LONG, "weave" if ratio else "reuse", ratio)
     request = replace(request, forced=ids(random.Random(1), 6), watched=6)
     copied, _ = thoughts(world, SMALL, request)
     first, again = thoughts(world, CODED, request)
     world.store.close()
-    close = {"float32": 0.1, "bfloat16": 0.25, "float16": 0.1}[dtype]
+    close = {"float32": 0.1, "bfloat16": 0.25, "float16": 0.15}[dtype]
     assert 0 < (first - copied).abs().max() < close
     assert (first - copied).abs().mean() < close / 50
     if ratio:  # else the first is a pass over scratch, and the second is not
@@ -66,7 +59,7 @@ def test_what_the_model_thinks_is_near_that_over_copies(
 
 @pytest.mark.parametrize("strategy", SLICED)
 def test_every_strategy_finds_its_rows_in_codes(world: World, strategy: str) -> None:
-    request = still(world.request(LONG, strategy, 0.0 if strategy == "reuse" else 0.3))
+    request = world.request(LONG, strategy, 0.0 if strategy == "reuse" else 0.3)
     with Engine(world.decoder, CODED) as engine:
         tickets = [engine.submit(request)]
         want = answer(tickets[0])
@@ -81,7 +74,7 @@ def test_every_strategy_finds_its_rows_in_codes(world: World, strategy: str) -> 
 
 def test_computed_anew_nothing_is_rounded(world: World) -> None:
     """But the first chunk, of which no row is chosen: it would be exact, and is called reused."""
-    request = still(world.request(LONG, "weave", 1.0))
+    request = world.request(LONG, "weave", 1.0)
     with Engine(world.decoder, CODED) as engine:
         for _ in range(2):
             ticket = engine.submit(request)
@@ -115,7 +108,7 @@ def test_a_crowd_gets_the_answers_of_each_alone(
     requests = [
         plain(ids(rng, rng.randint(1, 30)), max_tokens=12)
         if rng.random() < 0.2
-        else still(world.request(shuffled(rng), *rng.choice([("reuse", 0.0), ("weave", 0.3)])))
+        else world.request(shuffled(rng), *rng.choice([("reuse", 0.0), ("weave", 0.3)]))
         for _ in range(16)
     ]
 
@@ -140,7 +133,7 @@ def test_codes_take_a_part_of_the_pages(world: World) -> None:
     used = {}
     for cfg in (SHARED, CODED):
         with Engine(world.decoder, cfg) as engine:
-            answer(engine.submit(still(world.request(LONG, "weave", 0.3))))
+            answer(engine.submit(world.request(LONG, "weave", 0.3)))
             used[cfg.shared_codec] = engine.stats()
             at_rest(engine, world)
     raw, coded = used["raw"], used["int8"]
@@ -152,7 +145,7 @@ def test_codes_take_a_part_of_the_pages(world: World) -> None:
 
 def test_pages_of_codes_are_written_once(world: World) -> None:
     with Engine(world.decoder, CODED) as engine:
-        answer(engine.submit(still(world.request(LONG, "reuse", 0.0))))
+        answer(engine.submit(world.request(LONG, "reuse", 0.0)))
 
         def pages() -> list[torch.Tensor]:
             assert engine._chunks is not None
@@ -171,7 +164,7 @@ def test_chunks_that_are_lost_without_room_are_computed_in_copies(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Codes take fewer pages than what is computed in their place."""
-    request = still(world.request(CHUNKS, "weave", 0.3))
+    request = world.request(CHUNKS, "weave", 0.3)
     keys = {world.encoder.key(c) for c in CHUNKS} | {world.encoder.exact_key(c) for c in CHUNKS}
     acquire = world.store.acquire
 

@@ -34,11 +34,7 @@ def on_its_way(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def fused(world: World, rng: random.Random, max_tokens: int = 6) -> EngineRequest:
     request = world.request(shuffled(rng), "weave", rng.choice([0.3, 0.6]))
-    part = request.fused
-    assert part is not None
-    still = replace(part, strategy=replace(part.strategy, drift=0.0))
-    sampling = replace(request.sampling, max_tokens=max_tokens)
-    return replace(request, fused=still, sampling=sampling)
+    return replace(request, sampling=replace(request.sampling, max_tokens=max_tokens))
 
 
 def bring_chunks(engine: Engine, world: World) -> None:

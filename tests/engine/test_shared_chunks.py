@@ -23,13 +23,6 @@ SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "fusionrag-code", "epic",
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
 
 
-def still(request: EngineRequest) -> EngineRequest:
-    """The same without drift, which moves chunks for the prompt alone where they are shared."""
-    part = request.fused
-    assert part is not None
-    return replace(request, fused=replace(part, strategy=replace(part.strategy, drift=0.0)))
-
-
 def resident(engine: Engine) -> int:
     return int(engine.stats()["chunks_resident"])
 
@@ -42,7 +35,7 @@ def test_an_answer_over_shared_chunks_is_that_over_copies(
     """Twice: chunks are brought for the first and lie there for the second."""
     if strategy == "reuse" and ratio:
         pytest.skip("reuse recomputes nothing")
-    request = still(world.request(LONG, strategy, ratio))
+    request = world.request(LONG, strategy, ratio)
     want = world.alone(request)
     with Engine(world.decoder, SHARED) as engine:
         tickets = []
@@ -68,7 +61,7 @@ def test_what_the_model_thinks_is_the_same_in_every_precision(
     folder = make_model_folder(tmp_path, variant, max_position_embeddings=512)
     decoder = load_decoder(folder, device="cpu", dtype=dtype)
     world = World(decoder, tmp_path / "kv")
-    request = still(world.request(LONG, "weave", 0.3))
+    request = world.request(LONG, "weave", 0.3)
     request = replace(request, forced=ids(random.Random(1), 6), watched=6)
     close = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}[dtype]
     found = []
@@ -83,19 +76,40 @@ def test_what_the_model_thinks_is_the_same_in_every_precision(
     assert (first - copied).abs().mean() < close / 50
 
 
-def test_drift_moves_the_prompt_as_it_does_in_a_copy(world: World) -> None:
-    """The first token sees what was moved; shared pages are not touched by it."""
-    request = replace(world.request(LONG, "weave", 0.4), watched=1)
-    copied = []
+def test_drift_moves_what_a_request_sees_as_it_does_in_a_copy(world: World) -> None:
+    """Prompt and answer; shared pages are not touched by it, and who reads them beside it sees what
+    its own rows say."""
+    request = replace(world.request(LONG, "weave", 0.4), forced=tuple(range(3, 9)), watched=6)
+    part = request.fused
+    assert part is not None
+    other = replace(request, fused=replace(part, strategy=replace(part.strategy, drift=0.0)))
+    found = []
     for cfg in (SMALL, SHARED):
         with Engine(world.decoder, cfg) as engine:
-            tickets = [engine.submit(request) for _ in range(2)]
+            tickets = [engine.submit(each) for each in (request, other, request)]
             for ticket in tickets:
                 answer(ticket)
-            copied.append([ticket.distributions[0] for ticket in tickets])
-    (want, _), (first, again) = copied
-    assert torch.allclose(first, want, atol=1e-5)
-    assert torch.allclose(again, want, atol=1e-5)
+            found.append([torch.stack(ticket.distributions) for ticket in tickets])
+            at_rest(engine, world)
+    copied, shared = found
+    for want, got in zip(copied, shared, strict=True):
+        assert torch.allclose(got, want, atol=1e-5)
+    assert not torch.allclose(shared[0][1:], shared[1][1:], atol=1e-3)
+
+
+def test_a_chunk_too_long_to_be_shifted_where_it_lies_is_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.engine.page_manager.MOST_PLACES", len(CHUNKS[2]) - 1)
+    long, short = (
+        world.request([CHUNKS[0], each], "weave", 0.3) for each in (CHUNKS[2], CHUNKS[0])
+    )
+    assert len(CHUNKS[0]) < len(CHUNKS[2])
+    with Engine(world.decoder, SHARED) as engine:
+        assert answer(engine.submit(long)) == world.alone(long)
+        assert engine.stats()["fused_shared"] == 0
+        assert answer(engine.submit(short)) == world.alone(short)
+        assert engine.stats()["fused_shared"] == 1
 
 
 def make_request(world: World, rng: random.Random) -> EngineRequest:
@@ -104,7 +118,7 @@ def make_request(world: World, rng: random.Random) -> EngineRequest:
     if kind < 0.6:
         strategy = rng.choice([*SLICED, "cacheblend", "qcfuse"])
         ratio = 0.0 if strategy == "reuse" else rng.choice([0.2, 0.5, 1.0])
-        request = still(world.request(shuffled(rng), strategy, ratio))
+        request = world.request(shuffled(rng), strategy, ratio)
         return replace(request, use_tree=rng.random() < 0.3)
     if kind < 0.8:
         return with_chunks(PREAMBLE, shuffled(rng), ids(rng, 4))
@@ -148,7 +162,7 @@ def test_a_mixed_crowd_gets_the_answers_of_each_alone(
 
 
 def test_a_request_that_lost_its_pages_reads_the_chunks_again(world: World) -> None:
-    fused = still(world.request(CHUNKS, "weave", 0.3))
+    fused = world.request(CHUNKS, "weave", 0.3)
     fused = replace(fused, sampling=replace(fused.sampling, max_tokens=40))
     first = plain(ids(random.Random(4), 20), max_tokens=60)
     want = world.alone(fused)
@@ -164,9 +178,9 @@ def test_a_request_that_lost_its_pages_reads_the_chunks_again(world: World) -> N
 
 def test_chunks_that_nobody_reads_make_room(world: World) -> None:
     """Neighbours of what is read leave, what is read stays, and all come again."""
-    reader = still(world.request([CHUNKS[0]], "reuse", 0.0))
+    reader = world.request([CHUNKS[0]], "reuse", 0.0)
     reader = replace(reader, sampling=replace(reader.sampling, max_tokens=30))
-    others = [still(world.request([chunk], "weave", 0.3)) for chunk in CHUNKS[1:]]
+    others = [world.request([chunk], "weave", 0.3) for chunk in CHUNKS[1:]]
     want = world.alone(reader)
     answers = [world.alone(other) for other in others]
     with Engine(world.decoder, replace(SHARED, pool_tokens=4 * 26)) as engine:
@@ -185,7 +199,7 @@ def test_chunks_that_nobody_reads_make_room(world: World) -> None:
 
 
 def test_one_pool_takes_more_requests_than_copies_leave_room_for(world: World) -> None:
-    request = still(world.request([CHUNKS[2], CHUNKS[0]], "reuse", 0.0))
+    request = world.request([CHUNKS[2], CHUNKS[0]], "reuse", 0.0)
     request = replace(request, sampling=replace(request.sampling, max_tokens=9))
 
     def most_running(cfg_shares: bool) -> int:
@@ -205,7 +219,7 @@ def test_one_pool_takes_more_requests_than_copies_leave_room_for(world: World) -
 def test_what_the_tree_has_in_front_is_read_where_it_lies(world: World) -> None:
     """The same pages, held by the tree and by both requests; and the answer is right."""
     exact = with_chunks(PREAMBLE, [CHUNKS[2], CHUNKS[0]], QUESTION, max_tokens=4)
-    fused = still(world.request([CHUNKS[2], CHUNKS[0], CHUNKS[3]], "weave", 0.3))
+    fused = world.request([CHUNKS[2], CHUNKS[0], CHUNKS[3]], "weave", 0.3)
     fused = replace(fused, use_tree=True, watched=1)
     fused = replace(fused, sampling=replace(fused.sampling, max_tokens=40))
     thoughts = []
@@ -229,7 +243,7 @@ def test_what_the_tree_has_in_front_is_read_where_it_lies(world: World) -> None:
 
 def test_a_chunk_that_is_not_stored_is_computed_and_enters_the_tree_in_front(world: World) -> None:
     new = ids(random.Random(1), 9)
-    request = still(world.request([new, CHUNKS[0], CHUNKS[2]], "weave", 0.3))
+    request = world.request([new, CHUNKS[0], CHUNKS[2]], "weave", 0.3)
     request = replace(request, use_tree=True)
     want = world.alone(request)
     with Engine(world.decoder, SHARED) as engine:
@@ -246,7 +260,7 @@ def test_chunks_that_are_lost_on_the_way_are_computed_into_their_pages(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that has not one page more."""
-    request = still(world.request(CHUNKS, "weave", 0.3))
+    request = world.request(CHUNKS, "weave", 0.3)
     keys = {world.encoder.key(CHUNKS[2]), world.encoder.exact_key(CHUNKS[2])}
     acquire = world.store.acquire
 
@@ -267,7 +281,7 @@ def test_chunks_that_are_lost_on_the_way_are_computed_into_their_pages(
 
 
 def test_a_deleted_chunk_is_found_no_more_and_read_to_the_end(world: World) -> None:
-    request = still(world.request([CHUNKS[0], CHUNKS[2]], "reuse", 0.0))
+    request = world.request([CHUNKS[0], CHUNKS[2]], "reuse", 0.0)
     request = replace(request, sampling=replace(request.sampling, max_tokens=20))
     want = world.alone(request)
     gone = ChunkId(repr(list(CHUNKS[2])))
@@ -292,7 +306,7 @@ def test_a_deleted_chunk_is_found_no_more_and_read_to_the_end(world: World) -> N
 
 
 def test_tenants_do_not_find_each_others_chunks(world: World) -> None:
-    request = still(world.request([CHUNKS[0], CHUNKS[2]], "reuse", 0.0))
+    request = world.request([CHUNKS[0], CHUNKS[2]], "reuse", 0.0)
     with Engine(world.decoder, SHARED) as engine:
         for tenant in ("a", "b"):
             ticket = engine.submit(replace(request, namespace=tenant))
@@ -308,7 +322,7 @@ def test_tenants_do_not_find_each_others_chunks(world: World) -> None:
 def test_a_request_that_fails_or_is_cancelled_leaves_no_lease(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = still(world.request(LONG, "weave", 0.3))
+    request = world.request(LONG, "weave", 0.3)
     with Engine(world.decoder, SHARED) as engine:
         with monkeypatch.context() as broken:
             broken.setattr("kvweave.fuse.prefill.order_fusion", _fail)
@@ -334,7 +348,7 @@ def test_bytes_that_left_the_pool_while_a_request_waited_are_brought_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was opened for chunks that were resident then, and are not when it takes its step."""
-    request = still(world.request([CHUNKS[0], CHUNKS[2]], "weave", 0.3))
+    request = world.request([CHUNKS[0], CHUNKS[2]], "weave", 0.3)
     want = world.alone(request)
     with Engine(world.decoder, SHARED) as engine:
         assert answer(engine.submit(request)) == want
@@ -354,7 +368,7 @@ def test_bytes_that_left_the_pool_while_a_request_waited_are_brought_again(
 
 
 def test_guesses_and_close_calls_go_through_shared_chunks(world: World) -> None:
-    request = still(world.request(LONG, "weave", 0.3))
+    request = world.request(LONG, "weave", 0.3)
     want = world.alone(request)
     exact = [c.token_id for c in alone(world.decoder, replace(request, fused=None))]
     with Engine(world.decoder, SHARED) as engine:
@@ -375,7 +389,7 @@ def test_guesses_and_close_calls_go_through_shared_chunks(world: World) -> None:
 def test_pages_of_chunks_are_written_once(world: World) -> None:
     """Whatever is recomputed or moved for a prompt."""
     with Engine(world.decoder, SHARED) as engine:
-        answer(engine.submit(still(world.request(LONG, "reuse", 0.0))))
+        answer(engine.submit(world.request(LONG, "reuse", 0.0)))
 
         def pages() -> torch.Tensor:
             assert engine._chunks is not None
@@ -393,7 +407,7 @@ def test_chunks_that_are_deleted_before_their_first_pass_are_the_requests_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was let in, and has pages for them."""
-    request = still(world.request([CHUNKS[2], CHUNKS[0]], "weave", 0.3))
+    request = world.request([CHUNKS[2], CHUNKS[0]], "weave", 0.3)
     want, take = world.alone(request), Lifecycle.take_own_step
 
     def deleted(self, sequence, meanwhile=None):  # type: ignore[no-untyped-def]

@@ -11,10 +11,11 @@ from worlds.segments import Heads, SegmentWorld, random_world
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_segments_give_what_a_dense_prompt_gives(seed: int) -> None:
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_segments_give_what_a_dense_prompt_gives(seed: int, shifted: float) -> None:
     """Some rows of each prompt: of the front, recomputed ones inside chunks, of the question."""
     rng = random.Random(seed)
-    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8))
+    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), shifted=shifted)
     wanted = [
         sorted(rng.sample(p.own_positions, rng.randint(1, len(p.own_positions))))
         for p in world.prompts
@@ -26,8 +27,9 @@ def test_segments_give_what_a_dense_prompt_gives(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20, 26))
-def test_a_decode_step_over_segments_is_one_over_dense_prompts(seed: int) -> None:
-    world = random_world(seed, page=16)
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_a_decode_step_over_segments_is_one_over_dense_prompts(seed: int, shifted: float) -> None:
+    world = random_world(seed, page=16, shifted=shifted)
     at, ranks, rows = world.batch(world.last_rows())
     q = world.queries(at)
     ours = attend_segments(q, at, ranks, rows, world.key_pages, world.value_pages, world.turn)
@@ -88,15 +90,16 @@ def test_a_batch_without_rows_has_no_answer() -> None:
     assert ours.shape == q.shape
 
 
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
 @pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize("fold", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_chunks_in_8_bits_give_what_their_decoded_keys_and_values_give(
-    seed: int, fold: int, lifted: bool
+    seed: int, fold: int, lifted: bool, shifted: float
 ) -> None:
     """And that is near what whole ones give."""
     rng = random.Random(seed)
-    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8))
+    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), shifted=shifted)
     coded = world.coded(fold, world.lift() if lifted else None)
     wanted = [
         sorted(rng.sample(p.own_positions, rng.randint(1, len(p.own_positions))))

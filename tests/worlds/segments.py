@@ -112,17 +112,27 @@ class SegmentWorld:
         return key_pages, value_pages
 
     def add_prompt(
-        self, chunks: Sequence[int], front: int = 5, behind: int = 7, ratio: float = 0.2
+        self,
+        chunks: Sequence[int],
+        front: int = 5,
+        behind: int = 7,
+        ratio: float = 0.2,
+        shifted: float = 0.0,
     ) -> Prompt:
-        """Own rows, chunks, own rows; `ratio` of the chunks' rows are replaced by own ones."""
+        """Own rows, chunks, own rows; `ratio` of the chunks' rows are replaced by own ones, and of
+        such chunks about as many as `shifted` says have the other rows shifted."""
         keys, values = [self._draw(front)], [self._draw(front)]
         own, held, at = list(range(front)), [], front
         for number in chunks:
             pages, k, v = self._bank[number]
             gone = torch.rand(len(k), generator=self._drawn) < ratio
-            k, v = k.clone(), v.clone()
+            k, v, shift = k.clone(), v.clone(), None
+            if bool(gone.any()) and self._rng.random() < shifted:
+                by_k, by_v = self._draw(1), self._draw(1)
+                k, v = k + by_k, v + by_v
+                shift = self._put(by_k, by_v)[0] * self.page
             k[gone], v[gone] = self._draw(int(gone.sum())), self._draw(int(gone.sum()))
-            held.append(SharedChunk(pages, len(k), at, gone if ratio else None))
+            held.append(SharedChunk(pages, len(k), at, gone if ratio else None, shift))
             own += [at + int(j) for j in gone.nonzero()]
             keys.append(k)
             values.append(v)
@@ -187,7 +197,9 @@ def _slots(pages: Sequence[int], count: int, size: int) -> Tensor:
     return (torch.tensor(pages)[:, None] * size + torch.arange(size)).flatten()[:count]
 
 
-def random_world(seed: int, heads: Heads | None = None, page: int = 4) -> SegmentWorld:
+def random_world(
+    seed: int, heads: Heads | None = None, page: int = 4, shifted: float = 0.0
+) -> SegmentWorld:
     """A few prompts over a few chunks, some of them held by several prompts."""
     rng = random.Random(seed)
     world = SegmentWorld(heads or Heads(), page, seed)
@@ -195,5 +207,5 @@ def random_world(seed: int, heads: Heads | None = None, page: int = 4) -> Segmen
     for _ in range(rng.randint(1, 6)):
         held = rng.choices(bank, k=rng.randint(0, 5))
         ratio = rng.choice([0.0, 0.15, 0.6, 1.0])
-        world.add_prompt(held, rng.randint(1, 9), rng.randint(1, 40), ratio)
+        world.add_prompt(held, rng.randint(1, 9), rng.randint(1, 40), ratio, shifted)
     return world

@@ -1,12 +1,14 @@
 """What one fused request has in the pool while its prompt is computed over shared chunks."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.sequence import EngineSequence
-from kvweave.fuse.request import FuseRequest
+from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import Slots
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import SharedChunk
@@ -26,6 +28,7 @@ class ChunkRoom:
         self._lease = sequence.shared
         self._pages = pages
         self._laid_out: tuple[FuseRequest, Slots] | None = None
+        self._shifts: dict[int, int] = {}  # where a chunk starts, and the slot of its shift
 
     @property
     def pool(self) -> KVPool:
@@ -57,6 +60,13 @@ class ChunkRoom:
     def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
         self._laid_out = request, own_positions
 
+    def shift_slots(self, spans: Sequence[ChunkSpan]) -> Slots:
+        slots = self._slots(self._kv.shift_pages, len(spans), self.pool.page_tokens)
+        assert len(slots) == len(spans), "there is a row for the shift of each chunk"
+        starts = [span.start for span in spans]
+        self._shifts = dict(zip(starts, slots.tolist(), strict=True))
+        return slots
+
     @property
     def placed(self) -> set[ChunkKey]:
         """Chunks of the prompt that were taken from shared pages."""
@@ -84,10 +94,11 @@ class ChunkRoom:
             if count < span.num_tokens:
                 replaced = masks[span.start : span.end] if count else None
                 pages = self._lease.chunks[span.key].pages
-                chunks.append(SharedChunk(pages, span.num_tokens, span.start, replaced))
+                shift = self._shifts.get(span.start)
+                chunks.append(SharedChunk(pages, span.num_tokens, span.start, replaced, shift))
         self._kv.lay_out(own, chunks, len(request.prompt_ids))
         self._sequence.progress.elsewhere = self._kv.num_shared
 
-    def _slots(self, pages: tuple[int, ...] | list[int], count: int, size: int) -> Slots:
+    def _slots(self, pages: Sequence[int], count: int, size: int) -> Slots:
         at = np.array(pages[: -(-count // size)], np.int64)[:, None] * size + np.arange(size)
         return at.reshape(-1)[:count]

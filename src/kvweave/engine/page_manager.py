@@ -19,6 +19,7 @@ from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
+from kvweave.kernels.shifted import MOST_PLACES
 from kvweave.kv.config import GIB
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.chunk_codes import key_lifts, scale_bytes
@@ -227,6 +228,8 @@ class PageManager:
         part = sequence.request.fused
         if part is None or self._chunks is None or sequence.copies:
             return False
+        if part.strategy.drift and any(len(c.token_ids) > MOST_PLACES for c in part.chunks):
+            return False  # it could not be shifted where it lies
         return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
 
     def _admit_segmented(self, sequence: EngineSequence) -> bool:
@@ -240,20 +243,24 @@ class PageManager:
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
         count = -(-(sequence.progress.known - num_shared) // page) - whole
+        num_shifts = -(-len(wanted) // page) if _shifts(part) else 0
         shared = chunks.hold(tenant, wanted)  # before others make room
         lacking = chunks.missing_pages(tenant, wanted)
-        if not self._make_free(count + lacking + len(self._holding)):
+        if not self._make_free(count + num_shifts + lacking + len(self._holding)):
             shared.release()
             if lease is not None:
                 lease.release()
             return False
         chunks.complete(shared, tenant, wanted)
         own = self._allocator.take(count, front[whole - 1] if whole else None)
+        shifts = self._allocator.take(num_shifts)
         assert own is not None, "there were enough"
+        assert shifts is not None, "for all"
         cached = self._behind(front, own, cached)
         self._allocator.hold(front[:whole])
         assert self._turn is not None, "who shares chunks can turn"
-        sequence.kv = SegmentedKV(PagedKV(self._pool, [*front[:whole], *own]), self._turn)
+        kv = PagedKV(self._pool, [*front[:whole], *own])
+        sequence.kv = SegmentedKV(kv, self._turn, shifts)
         sequence.lease, sequence.shared, sequence.present = lease, shared, cached
         sequence.progress.num_pages = whole + count
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
@@ -342,8 +349,8 @@ class PageManager:
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""
-        if sequence.kv.page_table:
-            self._allocator.release(sequence.kv.page_table)
+        if sequence.kv.pages:
+            self._allocator.release(sequence.kv.pages)
             self._holding.remove(sequence)
         sequence.release_lease()
         sequence.release_chunks()
@@ -357,7 +364,7 @@ class PageManager:
         """Raise AssertionError unless every page is held by exactly its holders."""
         self._allocator.check_integrity()
         self._prefixes.tree.check_integrity()
-        held = Counter(page for sequence in sequences for page in sequence.kv.page_table)
+        held = Counter(page for sequence in sequences for page in sequence.kv.pages)
         held.update(self._prefixes.held_pages())
         leases = [each.shared for each in sequences if each.shared is not None]
         if self._chunks is not None:
@@ -381,3 +388,9 @@ class PageManager:
 
     def _make_free(self, count: int) -> bool:
         return self._prefixes.reclaim(lambda: self._allocator.num_free >= count)
+
+
+def _shifts(part: FusedPart) -> bool:
+    """Whether what a request does not recompute of its chunks may be moved by what it does."""
+    strategy = part.strategy
+    return bool(strategy.drift) and strategy.selector is not None and 0 < part.ratio < 1

@@ -35,6 +35,14 @@ DOUBT = 4.0  # rows that a chunk's mean is diluted with
 _Move = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
+class Shift(NamedTuple):
+    """What chunks were moved by, in layers that follow each other."""
+
+    spans: list[ChunkSpan]
+    layers: range
+    by: Tensor  # [layers, 2, S, Hk, D] float32: keys before they are turned, values
+
+
 class Mover(Protocol):
     """Moves what is not computed, from what is. Made for one pass or one slice of it."""
 
@@ -44,6 +52,11 @@ class Mover(Protocol):
 
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
         """The same to a layer on its way there, keys before they are turned."""
+        ...
+
+    @property
+    def shifts(self) -> list[Shift]:
+        """All that `move` has moved so far, of a mover that keeps it."""
         ...
 
 
@@ -75,6 +88,7 @@ class _DriftTables:
         self.at, self.rows, bounds, weights = together_on_device(parts, decoder.device)
         self.turn = decoder.angles(self.at) if ahead is None else ahead.angles_at(self.at)
         self.owners = Owners(bounds, weights)
+        self.spans = moved.spans
         self._among_placed = partial(_among_placed, placed, moved)
         to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
         self.move: _Move = to_move(decoder, moved.spans, ahead)
@@ -95,13 +109,17 @@ class Drift:
         chosen: Sequence[int] | Tensor,
         strength: float = STRENGTH,
         ahead: PassTables | None = None,
+        keeps: bool = False,
     ) -> None:
-        """`chosen` are the recomputed hits, ascending. `ahead`: what was made before they were."""
+        """`chosen` are the recomputed hits, ascending. `ahead`: what was made before they were.
+        `keeps`: what is moved is moved for this pass alone, and asked for afterwards."""
+        self._kept: dict[int, Tensor] | None = {} if keeps else None  # by layer
         self._ahead = ahead
         self._decoder = decoder
         self._request = request
         self._chosen = torch.as_tensor(chosen, dtype=torch.int64)
         self._strength = strength
+        self._spans: list[ChunkSpan] = []
         self._tables: _DriftTables | None = None
         self._moves = True  # as far as is known
 
@@ -132,7 +150,19 @@ class Drift:
         by = mean_changes(
             fresh.k, fresh.v, tables.rows, tables.turn, tables.at, keys, values, tables.owners
         )  # [2, S, Hk, D]
+        if self._kept is not None:
+            self._kept[layer] = by
+            self._spans = tables.spans
         tables.move(keys, values, by[0], by[1])
+
+    @property
+    def shifts(self) -> list[Shift]:
+        if not self._kept:
+            return []
+        layers = range(min(self._kept), max(self._kept) + 1)
+        assert len(layers) == len(self._kept), "layers follow each other"
+        by = torch.stack([self._kept[layer] for layer in layers])
+        return [Shift(self._spans, layers, by)]
 
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
         """As `move`, for chunk KV on its way, on a CPU: stored [N, Hk, D], keys not turned yet."""
@@ -165,6 +195,10 @@ class MoverRelay:
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
         self._at(layer).change(layer, positions, fresh, stored)
 
+    @property
+    def shifts(self) -> list[Shift]:
+        return self._mover.shifts + ([] if self._later is None else self._later.shifts)
+
     def _at(self, layer: int) -> Mover:
         if layer <= self._layer:
             return self._mover
@@ -180,12 +214,14 @@ def make_mover(
     strength: float,
     leaving: TaperedRows | None,
     ahead: PassTables | None = None,
+    *,
+    keeps: bool = False,
 ) -> Mover:
     """Drift by all `chosen` rows and, behind the layer in which most of them leave, by the rest."""
-    mover = Drift(decoder, request, chosen, strength, ahead)
+    mover = Drift(decoder, request, chosen, strength, ahead, keeps)
     if leaving is None:
         return mover
-    behind = partial(Drift, decoder, request, leaving.stay, strength, ahead)
+    behind = partial(Drift, decoder, request, leaving.stay, strength, ahead, keeps)
     return MoverRelay(mover, leaving.layer, behind)
 
 

@@ -83,7 +83,10 @@ def order_fusion(
     if strategy.drift and selected.is_partial:
         assert selected.in_flight is None, "drift is known only for rows that run from the start"
         chosen, leaving = selected.chosen, selected.leaving
-        mover = make_mover(decoder, request, chosen, strategy.drift, leaving, stitched.tables)
+        mover = make_mover(
+            decoder, request, chosen, strategy.drift, leaving, stitched.tables,
+            keeps=stitched.is_shared,
+        )  # fmt: skip
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
         stitched,
@@ -93,6 +96,8 @@ def order_fusion(
         drift=mover,
         mask=strategy.mask,
     )
+    if mover is not None:
+        stitched.keep_shifts(mover.shifts)
     # on its way before the device is waited for
     best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it

@@ -113,6 +113,11 @@ class PoolLayers(Protocol):
         """One layer: keys and values [slots, Hk, D]; writing to them writes the memory."""
         ...
 
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        """All layers: keys and values [L, slots, Hk, D], as `slots`."""
+        ...
+
     def codes(self, layer: int) -> CodedPages | None:
         """One layer of the same memory, where chunks that are shared lie in 8 bits; None: they lie
         in `slots`."""

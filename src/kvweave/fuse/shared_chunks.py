@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvweave.fuse.drift import Shift
 from kvweave.fuse.protocol import FusionDecoder, ModelShape, PoolLayers
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.sources import ChunkSource
@@ -68,6 +69,11 @@ class PromptRoom(Protocol):
 
     def lay_out(self, request: FuseRequest, own_positions: Slots) -> None:
         """The pass begins: rows at these positions, ascending, will be own ones."""
+        ...
+
+    def shift_slots(self, spans: Sequence[ChunkSpan]) -> Slots:
+        """Where the shifts of these chunks lie. From `finish` on, rows see the chunks moved by
+        what is there."""
         ...
 
     def finish(self) -> None:
@@ -206,6 +212,33 @@ class SharedChunks:
         assert self._kept is not None, "the pass has begun"
         relocate(keys, values, self._kept, None, *self._pool.slots(layer))
 
+    def keep_shifts(self, shifts: Sequence[Shift]) -> None:
+        """What chunks were moved by for this prompt goes to rows of its own, one for each chunk; in
+        layers in which a chunk was not moved, that is nothing."""
+        spans = list({span.start: span for shift in shifts for span in shift.spans}.values())
+        if not spans:
+            return
+        nth = {span.start: n for n, span in enumerate(spans)}
+        device, (keys, values) = self._decoder.device, self._pool.memory
+        by = torch.zeros(len(keys), 2, len(spans), *keys.shape[2:], device=device)
+        for shift in shifts:
+            at = torch.tensor([nth[span.start] for span in shift.spans])
+            layers = by[shift.layers.start : shift.layers.stop]
+            if len(at) == len(spans):  # as a rule, in this order
+                layers.copy_(shift.by)
+            else:
+                layers[:, :, on_device(at, device)] = shift.by
+        by[:, 0] *= self._key_factor
+        slots = on_device(torch.from_numpy(self._room.shift_slots(spans)), device)
+        keys.index_copy_(1, slots, by[:, 0].to(keys.dtype))
+        values.index_copy_(1, slots, by[:, 1].to(values.dtype))
+
+    @property
+    def _key_factor(self) -> Tensor:
+        """[1] that YaRN multiplies keys with, where they are turned."""
+        nowhere = torch.zeros(1, dtype=torch.int64, device=self._decoder.device)
+        return self._decoder.angles(nowhere).cos.flatten()[:1]
+
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         self._fill(layer)
         first = self._request.preamble_len
@@ -213,13 +246,12 @@ class SharedChunks:
         lengths = [span.num_tokens for span in self._request.placed]
         nth = torch.cat([torch.arange(length) for length in lengths])
         back = self._room.turn(on_device(-nth, device))
-        factor = self._decoder.angles(torch.zeros(1, dtype=torch.int64, device=device)).cos
         coded = self._pool.codes(layer)
         if coded is None:
             turned, values = (x.index_select(0, slots) for x in self._pool.slots(layer))
         else:
             turned, values = decode_rows(coded, slots, self._decoder.dtype)
-        k = rotate(turned.to(back.cos.dtype), back) / factor.flatten()[0]
+        k = rotate(turned.to(back.cos.dtype), back) / self._key_factor
         found = LayerKV(k.to(turned.dtype), values)
         if out is None:
             return found

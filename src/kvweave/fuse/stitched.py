@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvweave.fuse.drift import Shift
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.pass_tables import PassTables
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
@@ -120,6 +121,16 @@ class Stitched:
         """The pass has written all it computes of a layer. Its memory may be another's next."""
         if self._shared is not None:
             self._shared.keep(layer, self.kv.keys(layer), self.kv.values(layer))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its chunks stay where others read them."""
+        return self._shared is not None
+
+    def keep_shifts(self, shifts: Sequence[Shift]) -> None:
+        """The pass has moved chunks for itself; whoever reads them behind it is to see them so."""
+        if self._shared is not None:
+            self._shared.keep_shifts(shifts)
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
         at = 0

@@ -10,7 +10,8 @@ without gaps. Chunks lie once, in read-only pages, keys turned to their places i
     own slot   0 .. 9 |   10, 11        |          | 12 ..      rows 13 and 20 were recomputed
 
 Chunks may lie in 8 bits (`coded.py`), in pages that hold more of their tokens: scores over them are
-multiplied by the scales of keys, weights by those of values.
+multiplied by the scales of keys, weights by those of values. And a sequence may see the rows of a
+chunk that it did not replace shifted, by one vector for all (`shifted.py`).
 
 A row at position t sees own slots up to its rank (how many own rows stand at or before it, minus
 one) and those keys of the chunks that stand at or before t and were not replaced.
@@ -28,6 +29,7 @@ from kvweave.kernels.attention import kernels_fit
 from kvweave.kernels.coded import codes_of, scales_between
 from kvweave.kernels.paged_attention import page_pieces
 from kvweave.kernels.rope import Turn, rotate
+from kvweave.kernels.shifted import place_table, shift_weights
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
 
 # Rows from which on a GPU takes the definition: its kernels are for decode and for a few rows of
@@ -95,6 +97,14 @@ class _SeenPiece(NamedTuple):
     scores: Tensor  # [Hk, G * R, N]
     values: Tensor  # [Hk, N, D]
     scales: Tensor | None = None  # [Hk, 1, N] of values that are codes
+    shift: Tensor | None = None  # [Hk, 1, D] of all values
+
+
+class _Shifted(NamedTuple):
+    """What a shift makes of a piece of a chunk."""
+
+    scores: Tensor  # [Hk, G * R, N] that it adds
+    values: Tensor  # [Hk, D] that it adds to each
 
 
 class _Seen:
@@ -126,6 +136,12 @@ class _Seen:
             return
         back = turn(torch.full((len(self._q),), -chunk.start, device=self._q.device))
         turned = rotate(self._q.to(back.cos.dtype), back)
+        shifted = places = None
+        if chunk.shift is not None:
+            group, by = self._q.shape[1] // self._kv_heads, self._keys[chunk.shift]
+            by = by.to(turned.dtype).repeat_interleave(group, 0)
+            shifted = self._lined(shift_weights(turned, by, back.cos.shape[-1]))
+            places = place_table(turn, chunk.num_tokens, shifted)
         if self._coded is not None and self._coded.lift is not None:
             group = self._q.shape[1] // self._kv_heads
             turned = turned * self._coded.lift.repeat_interleave(group, 0)
@@ -138,7 +154,11 @@ class _Seen:
             if chunk.replaced is not None:
                 gone = chunk.replaced[first : first + end - begin]
                 hidden = gone.expand(len(self._q), -1) if hidden is None else hidden | gone
-            self._look(lined, slice(begin, end), hidden, self._coded)
+            more = None
+            if chunk.shift is not None and shifted is not None and places is not None:
+                scores = torch.matmul(shifted, places[first : first + end - begin].T)
+                more = _Shifted(scores, self._values[chunk.shift])
+            self._look(lined, slice(begin, end), hidden, self._coded, more)
             first += end - begin
 
     def output(self) -> Tensor:
@@ -147,9 +167,11 @@ class _Seen:
         weights = scores.softmax(-1, dtype=wide).to(self._q.dtype)
         out: Tensor | None = None
         first = 0
-        for part, values, scales in self._pieces:
+        for part, values, scales, shift in self._pieces:
             weight = weights[..., first : first + part.shape[-1]]
             seen = torch.matmul(weight if scales is None else weight * scales, values)
+            if shift is not None:
+                seen = seen.addcmul_(weight.sum(-1, keepdim=True), shift)
             out = seen if out is None else out.add_(seen)
             first += part.shape[-1]
         assert out is not None, "a row sees no key at all"
@@ -170,6 +192,7 @@ class _Seen:
         slots: slice,
         hidden: Tensor | None,
         coded: CodedPages | None = None,
+        shifted: "_Shifted | None" = None,
     ) -> None:
         scales: Tensor | None = None
         if coded is None:
@@ -181,7 +204,10 @@ class _Seen:
             both = scales_between(coded, slots.start, slots.stop).to(lined.dtype)
             of_keys, scales = both.permute(2, 1, 0)[:, :, None].unbind()  # [Hk, 1, N] each
             scores = torch.matmul(lined, keys.permute(1, 2, 0)) * of_keys
+        shift: Tensor | None = None
+        if shifted is not None:
+            scores, shift = scores + shifted.scores.to(scores.dtype), shifted.values[:, None]
         if hidden is not None:
             group = lined.shape[1] // len(self._q)
             scores.masked_fill_(hidden.to(scores.device).repeat(group, 1), float("-inf"))
-        self._pieces.append(_SeenPiece(scores, values.transpose(0, 1), scales))
+        self._pieces.append(_SeenPiece(scores, values.transpose(0, 1), scales, shift))

@@ -41,9 +41,11 @@ class SharedChunk(NamedTuple):
     pages: Sequence[int]  # in the order of its tokens
     num_tokens: int
     start: int  # position of its first token in this prompt
-    replaced: Tensor | None = (
-        None  # [num_tokens] bool on the host: rows the sequence has of its own
-    )
+    # [num_tokens] bool on the host: rows the sequence has of its own
+    replaced: Tensor | None = None
+    # slot of the pool, as own rows have: the others are shifted by it (`shifted.py`); its key is
+    # not turned. Only where some are replaced
+    shift: int | None = None
 
 
 class CodedPages(NamedTuple):

@@ -86,6 +86,11 @@ class PagedKV:
         self.append(pages)
 
     @property
+    def pages(self) -> list[int]:
+        """All pages that it holds."""
+        return self.page_table
+
+    @property
     def capacity(self) -> int:
         """Positions that its pages have room for."""
         return len(self.page_table) * self.pool.page_tokens

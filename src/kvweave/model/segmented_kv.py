@@ -6,7 +6,8 @@
 
 Own rows lie in position order without gaps, keys turned to their positions. Chunks lie in pages
 that others read as well, keys turned to their places in the chunk (`kernels/segments.py`): nothing
-is written there. Which pages those are is decided by the engine. One thread at a time.
+is written there. Where drift moves what a sequence reads of a chunk, a row of its own says by how
+much (`kernels/shifted.py`). Which pages those are is decided by the engine. One thread at a time.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,11 @@ from kvweave.model.paged_kv import KVPool, PagedKV
 class SegmentedKV:
     """One sequence's part of a pool. Grows at its end, as a `PagedKV` does."""
 
-    def __init__(self, own: PagedKV, turn: Turn) -> None:
-        """`own` are its pages. `turn` is the decoder's."""
+    def __init__(self, own: PagedKV, turn: Turn, shifts: Sequence[int] = ()) -> None:
+        """`own` are its pages. `turn` is the decoder's. `shifts` are pages for one row of each
+        chunk that it shifts."""
         self.own = own
+        self.shift_pages = tuple(shifts)
         self.turn = turn
         self.chunks: tuple[SharedChunk, ...] = ()  # made anew, never changed: tables are kept of it
         self.own_positions: NDArray[np.int64] = np.empty(0, np.int64)  # of the prompt; ascending
@@ -39,6 +42,11 @@ class SegmentedKV:
     def page_table(self) -> list[int]:
         """Its own pages."""
         return self.own.page_table
+
+    @property
+    def pages(self) -> list[int]:
+        """All pages that it holds: its own ones, and those of shifts."""
+        return [*self.own.page_table, *self.shift_pages]
 
     @property
     def num_shared(self) -> int:
