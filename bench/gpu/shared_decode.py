@@ -2,10 +2,11 @@
 
 Sequences of 8K: own rows at both ends, chunks between them in an order of their own; a share of the
 chunks is held by all, the rest by one sequence each; at ratio 0.15 that share of every sequence's
-chunk rows is its own. Everything random. `kernels`: attention of one layer from a CUDA graph of
-several layers, turning of queries included, beside what reading each key and value once would take
-at the bandwidth of a large copy. `steps`: whole recorded steps of the decoder, tables included.
-Chunks lie as own rows do, or in 8 bits (`--pages int8`); copies are never in 8 bits.
+chunk rows is its own, and it may see the others shifted (`kernels/shifted.py`). Everything random.
+`kernels`: attention of one layer from a CUDA graph of several layers, turning of queries included,
+beside what reading each key and value once would take at the bandwidth of a large copy. `steps`:
+whole recorded steps of the decoder, tables included. Chunks lie as own rows do, or in 8 bits
+(`--pages int8`); copies are never in 8 bits.
 
     python bench/gpu/shared_decode.py --out bench/results/gpu_shared-h200.json
 """
@@ -40,7 +41,7 @@ from kvweave.model.segmented_kv import SegmentedKV
 
 SEQUENCES, CONTEXT = 32, 8192
 SHARED = (0.0, 0.5, 0.9)  # of the chunks
-RATIOS = (0.0, 0.15)
+RATIOS = ((0.0, False), (0.15, False), (0.15, True))  # of replaced rows; are the others shifted
 CUTS = ((20, 400), (30, 256))  # chunks of a prompt, tokens of a chunk
 LAYERS = 6  # of a graph: together far more than a cache holds
 SETTLING, STEPS = 6, 24
@@ -75,15 +76,17 @@ class Prompts:
 
 
 def draw(
-    num_chunks: int, chunk_tokens: int, shared: float, ratio: float, page: int, *, coded: bool
+    cut: tuple[int, int], shared: float, ratio: float, page: int, *, shifted: bool, coded: bool
 ) -> Prompts:
     """`shared` of the chunks are held by all sequences, `ratio` of their rows are replaced."""
+    num_chunks, chunk_tokens = cut
     rng, drawn = random.Random(1), torch.Generator().manual_seed(1)
     common, each = round(shared * num_chunks), -(-chunk_tokens // (page * (2 if coded else 1)))
     edge = CONTEXT - num_chunks * chunk_tokens
     bank = common + SEQUENCES * (num_chunks - common)
     taken = bank * each
     own_keys, own_pages, own_positions, chunks = [], [], [], []
+    shifts = []  # the first page of each sequence's
     read = common * chunk_tokens
     for sequence in range(SEQUENCES):
         first = common + sequence * (num_chunks - common)
@@ -105,8 +108,16 @@ def draw(
         own_positions.append(own)
         chunks.append(tuple(held))
         taken += room
+        if shifted:
+            shifts.append(taken)
+            taken += -(-num_chunks // page)
     mixed = rng.sample(range(taken), taken)  # nothing lies side by side
     named = {c.pages[0]: [mixed[p] for p in c.pages] for each in chunks for c in each}
+    for i, first in enumerate(shifts):
+        chunks[i] = tuple(
+            chunk._replace(shift=mixed[first + n // page] * page + n % page)
+            for n, chunk in enumerate(chunks[i])
+        )
     return Prompts(
         own_keys,
         [[mixed[p] for p in table] for table in own_pages],
@@ -183,7 +194,8 @@ def shared_row(heads: Heads, page: int, prompts: Prompts, *, coded: bool) -> dic
     from kvweave.kernels.gpu.segments import attend_tables, begin_step
 
     layers = Layers(heads, page, prompts.num_pages, coded=coded)
-    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype, coded)
+    is_shifted = prompts.chunks[0][0].shift is not None
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, page, layers.dtype, coded, is_shifted)
     room = room_for_rows(SEQUENCES, 4 * CONTEXT, 64 * SEQUENCES, prompts.num_pages, shape)
     tables = SegmentTables(SEQUENCES, room, shape, layers.device)
     assert tables.hold(prompts.chunks), "tables have room for these"
@@ -248,10 +260,10 @@ def measure_kernels(
 ) -> list[dict[str, Any]]:
     copied, rows = copied_us(heads, page), []
     torch.cuda.empty_cache()
-    for num_chunks, chunk_tokens in CUTS:
+    for cut in CUTS:
         for shared in SHARED:
-            for ratio in RATIOS:
-                prompts = draw(num_chunks, chunk_tokens, shared, ratio, page, coded=coded)
+            for ratio, shifted in RATIOS:
+                prompts = draw(cut, shared, ratio, page, shifted=shifted, coded=coded)
                 found = shared_row(heads, page, prompts, coded=coded)
                 raw_bytes = 4 * heads.dim  # of keys and values of a token and head
                 chunk_bytes = 2 * (heads.dim + SCALE.itemsize) if coded else raw_bytes
@@ -260,8 +272,8 @@ def measure_kernels(
                 rows.append(
                     {
                         "shape": name, "heads": list(heads), "page": page,
-                        "chunk_tokens": chunk_tokens, "shared": shared, "ratio": ratio,
-                        "copied_us": round(copied, 1), **found,
+                        "chunk_tokens": cut[1], "shared": shared, "ratio": ratio,
+                        "shifted": shifted, "copied_us": round(copied, 1), **found,
                         "times": round(copied / found["shared_us"], 2),
                         "read_mb": round(read / 1e6, 1),
                         "limit_us": round(read / bandwidth * 1e6, 1),
@@ -278,7 +290,11 @@ def measure_kernels(
 @torch.inference_mode()
 def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str, Any]]:
     """Recorded steps: every sequence with a copy of its own, and with shared chunks."""
-    cases = [(s, r, draw(*CUTS[0], s, r, page, coded=coded)) for s in SHARED for r in RATIOS]
+    cases = [
+        (shared, ratio, shifted, draw(CUTS[0], shared, ratio, page, shifted=shifted, coded=coded))
+        for shared in SHARED
+        for ratio, shifted in RATIOS
+    ]
     each = -(-(CONTEXT + SETTLING + STEPS) // page)
     num_pages = max(SEQUENCES * each, *(prompts.num_pages for *_, prompts in cases))
     pool = KVPool(decoder.spec, num_pages, page, decoder.dtype, decoder.device, codes_chunks=coded)
@@ -291,7 +307,7 @@ def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str,
     own = [list(range(i * each, (i + 1) * each)) for i in range(SEQUENCES)]
     copied_ms = step_ms(recorded, decoder, [PagedKV(pool, pages) for pages in own])
     rows = []
-    for shared, ratio, prompts in cases:
+    for shared, ratio, shifted, prompts in cases:
         kvs = []
         for i in range(SEQUENCES):
             kv = SegmentedKV(PagedKV(pool, prompts.own_pages[i]), decoder.turn)
@@ -300,9 +316,9 @@ def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str,
         ms = step_ms(recorded, decoder, kvs)
         rows.append(
             {
-                "shared": shared, "ratio": ratio, "copied_ms": round(copied_ms, 3),
-                "shared_ms": round(ms, 3), "times": round(copied_ms / ms, 2),
-                "tokens_per_s": round(SEQUENCES / ms * 1e3),
+                "shared": shared, "ratio": ratio, "shifted": shifted,
+                "copied_ms": round(copied_ms, 3), "shared_ms": round(ms, 3),
+                "times": round(copied_ms / ms, 2), "tokens_per_s": round(SEQUENCES / ms * 1e3),
             }
         )  # fmt: skip
         print("step", rows[-1], flush=True)
@@ -337,12 +353,21 @@ def measure(decoder: Decoder, *, others: bool = False, coded: bool = False) -> d
     steps = measure_steps(decoder, 64, coded=coded)
     torch.cuda.empty_cache()
 
-    def least(rows: Sequence[dict[str, Any]], shared: float, ratios: Sequence[float]) -> float:
-        return min(r["times"] for r in rows if r["shared"] == shared and r["ratio"] in ratios)
+    def least(
+        rows: Sequence[dict[str, Any]], shared: float, ratios: Sequence[tuple[float, bool]]
+    ) -> float:
+        return min(
+            row["times"]
+            for row in rows
+            if row["shared"] == shared and (row["ratio"], row["shifted"]) in ratios
+        )
 
     found: dict[str, Any] = {
         "decode_90_shared": least(kernels, 0.9, RATIOS),
-        "decode_90_shared_by_ratio": {str(r): least(kernels, 0.9, [r]) for r in RATIOS},
+        "decode_90_shared_by_ratio": {
+            f"{ratio}{', shifted' * shifted}": least(kernels, 0.9, [(ratio, shifted)])
+            for ratio, shifted in RATIOS
+        },
         "decode_50_shared": least(kernels, 0.5, RATIOS),
         "decode_0_shared": least(kernels, 0.0, RATIOS),
         "step_90_shared": least(steps, 0.9, RATIOS),

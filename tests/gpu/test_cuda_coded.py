@@ -130,30 +130,33 @@ def compare(
 @pytest.mark.parametrize("lifted", [False, True])
 @pytest.mark.parametrize("seed", range(8 if ON_GPU else 3))
 @pytest.mark.parametrize("page", [4, 16] if ON_GPU else [16])
-def test_some_rows_of_each_prompt(seed: int, page: int, lifted: bool) -> None:
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_some_rows_of_each_prompt(seed: int, page: int, lifted: bool, shifted: float) -> None:
     """Of the front, inside chunks, behind them."""
     rng = random.Random(seed)
-    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), page)
+    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), page, shifted)
     rows = [
         sorted(rng.sample(p.own_positions, min(6, len(p.own_positions)))) for p in world.prompts
     ]
     compare(world, rows, lifted=lifted)
 
 
-def make_batch(heads: Heads, page: int, num: int, size: int, ratio: float) -> SegmentWorld:
+def make_batch(
+    heads: Heads, page: int, num: int, size: int, ratio: float, shifted: float = 0.0
+) -> SegmentWorld:
     """Prompts that share all chunks but one, at different places."""
     world = SegmentWorld(heads, page, seed=num, num_pages=max(64, 40 * num * size // page))
     shared = [world.add_chunk(size), world.add_chunk(size // 2 + 1), world.add_chunk(size + 3)]
     for i in range(num):
         held = [*random.Random(i).sample(shared, 3), world.add_chunk(size)]
-        world.add_prompt(held, front=1 + i % 5, behind=3 + i, ratio=ratio)
+        world.add_prompt(held, front=1 + i % 5, behind=3 + i, ratio=ratio, shifted=shifted)
     return world
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.15, 0.6])
+@pytest.mark.parametrize(("ratio", "shifted"), [(0.0, 0.0), (0.15, 0.7), (0.6, 0.0), (0.6, 1.0)])
 @pytest.mark.parametrize("num", [1, 2, 17, 40] if ON_GPU else [3])
-def test_a_decode_step_reads_shared_codes_once(num: int, ratio: float) -> None:
-    world = make_batch(Heads(), 16, num, 70, ratio)
+def test_a_decode_step_reads_shared_codes_once(num: int, ratio: float, shifted: float) -> None:
+    world = make_batch(Heads(), 16, num, 70, ratio, shifted)
     compare(world, world.last_rows())
 
 
@@ -172,8 +175,9 @@ def test_a_decode_step_reads_shared_codes_once(num: int, ratio: float) -> None:
         *(Heads(8, 8, 64, 32), Heads(4, 2, 80, 80)),
     ],
 )
-def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads) -> None:
-    world = make_batch(heads, page, 6, 300, 0.15)
+@pytest.mark.parametrize("shifted", [0.0, 0.8])
+def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads, shifted: float) -> None:
+    world = make_batch(heads, page, 6, 300, 0.15, shifted)
     compare(world, world.last_rows(), dtype, lifted=heads.num == 28)
 
 

@@ -60,30 +60,33 @@ def compare(
 
 @pytest.mark.parametrize("seed", range(8 if ON_GPU else 3))
 @pytest.mark.parametrize("page", [4, 16] if ON_GPU else [16])
-def test_some_rows_of_each_prompt(seed: int, page: int) -> None:
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_some_rows_of_each_prompt(seed: int, page: int, shifted: float) -> None:
     """Of the front, inside chunks, behind them."""
     rng = random.Random(seed)
-    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), page)
+    world = random_world(seed, Heads(rotary=16 if seed % 2 else 8), page, shifted)
     compare(
         world,
         [sorted(rng.sample(p.own_positions, min(6, len(p.own_positions)))) for p in world.prompts],
     )
 
 
-def make_batch(heads: Heads, page: int, num: int, size: int, ratio: float) -> SegmentWorld:
+def make_batch(
+    heads: Heads, page: int, num: int, size: int, ratio: float, shifted: float = 0.0
+) -> SegmentWorld:
     """Prompts that share all chunks but one, at different places."""
     world = SegmentWorld(heads, page, seed=num, num_pages=max(64, 40 * num * size // page))
     shared = [world.add_chunk(size), world.add_chunk(size // 2 + 1), world.add_chunk(size + 3)]
     for i in range(num):
         held = [*random.Random(i).sample(shared, 3), world.add_chunk(size)]
-        world.add_prompt(held, front=1 + i % 5, behind=3 + i, ratio=ratio)
+        world.add_prompt(held, front=1 + i % 5, behind=3 + i, ratio=ratio, shifted=shifted)
     return world
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.15])
+@pytest.mark.parametrize(("ratio", "shifted"), [(0.0, 0.0), (0.15, 0.0), (0.15, 0.7), (0.6, 1.0)])
 @pytest.mark.parametrize("num", [1, 2, 17, 40] if ON_GPU else [3])
-def test_a_decode_step_reads_shared_chunks_once(num: int, ratio: float) -> None:
-    world = make_batch(Heads(), 16, num, 70, ratio)
+def test_a_decode_step_reads_shared_chunks_once(num: int, ratio: float, shifted: float) -> None:
+    world = make_batch(Heads(), 16, num, 70, ratio, shifted)
     compare(world, world.last_rows())
 
 
@@ -109,15 +112,17 @@ def test_rows_that_hold_no_chunk_look_at_their_own_pages(num: int) -> None:
     "heads",
     [Heads(32, 8, 128, 128), Heads(28, 4, 128, 128), Heads(9, 3, 64, 64), Heads(8, 8, 64, 32)],
 )
-def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads) -> None:
-    world = make_batch(heads, page, 6, 300, 0.15)
+@pytest.mark.parametrize("shifted", [0.0, 0.8])
+def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads, shifted: float) -> None:
+    world = make_batch(heads, page, 6, 300, 0.15, shifted)
     compare(world, world.last_rows(), dtype)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="too much for the interpreter")
 @pytest.mark.parametrize("dim", [80, 256])
-def test_heads_of_other_sizes(dim: int) -> None:
-    world = make_batch(Heads(4, 2, dim, dim), 16, 5, 100, 0.3)
+@pytest.mark.parametrize("shifted", [0.0, 0.8])
+def test_heads_of_other_sizes(dim: int, shifted: float) -> None:
+    world = make_batch(Heads(4, 2, dim, dim), 16, 5, 100, 0.3, shifted)
     compare(world, world.last_rows(), torch.bfloat16)
 
 
@@ -127,6 +132,8 @@ class Steps:
     def __init__(self, world: SegmentWorld, num_rows: int) -> None:
         heads = world.heads
         shape = SegmentShape(heads.num, heads.kv, heads.dim, world.page, torch.float32)
+        is_shifted = any(c.shift is not None for p in world.prompts for c in p.chunks)
+        shape = shape._replace(shifted=is_shifted)
         self.world = world
         self.tables = SegmentTables(num_rows, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
         self.pages = pages_of(world, torch.float32)
@@ -149,9 +156,10 @@ class Steps:
         return on_gpu.attend_tables(self.q, self.tables, step, *self.pages)
 
 
-def test_tables_are_written_again_for_other_rows_and_lengths() -> None:
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_tables_are_written_again_for_other_rows_and_lengths(shifted: float) -> None:
     """One graph answers for batches that grow, come and go; absent rows come out as zero."""
-    world = make_batch(Heads(), 16, 6, 40, 0.2)
+    world = make_batch(Heads(), 16, 6, 40, 0.2, shifted)
     steps = Steps(world, 8)
     graph = None
     for step in range(9 if ON_GPU else 4):
@@ -187,8 +195,9 @@ def test_chunks_without_room_are_refused_and_nothing_changes() -> None:
     torch.testing.assert_close(out[:3].cpu().double(), wanted, atol=1e-5, rtol=1e-4)
 
 
-def test_queries_are_turned_to_their_places_on_the_way() -> None:
-    world = make_batch(Heads(rotary=8), 16, 3, 40, 0.2)
+@pytest.mark.parametrize("shifted", [0.0, 1.0])
+def test_queries_are_turned_to_their_places_on_the_way(shifted: float) -> None:
+    world = make_batch(Heads(rotary=8), 16, 3, 40, 0.2, shifted)
     at, ranks, rows = world.batch(world.last_rows())
     steps = Steps(world, 3)
     wanted = steps.send(at, ranks, rows)

@@ -15,6 +15,7 @@ Shapes: B rows of a recording, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +91,7 @@ class StepKind(Enum):
 
     OWN = "own"  # each at pages of its own
     SHARED = "shared"  # some at chunks that others may look at too
+    SHIFTED = "shifted"  # and see some of these shifted
     PROMPT = "prompt"  # all are of one prompt, and nothing of its chunks is replaced
 
 
@@ -100,14 +102,16 @@ def kind_of(batch: Sequence[Rows], *, turns_whole: bool) -> StepKind:
         is_one = all(rows.kv is first for rows in batch)
         if is_one and all(chunk.replaced is None for chunk in first.chunks):
             return StepKind.PROMPT
-    if any(isinstance(rows.kv, SegmentedKV) and rows.kv.chunks for rows in batch):
-        return StepKind.SHARED
-    return StepKind.OWN
+    shared = [rows.kv for rows in batch if isinstance(rows.kv, SegmentedKV) and rows.kv.chunks]
+    if any(kv.is_shifted for kv in shared):
+        return StepKind.SHIFTED
+    return StepKind.SHARED if shared else StepKind.OWN
 
 
 ATTENTIONS: dict[StepKind, Callable[[Decoder, KVPool, int, PageArrays], StepAttention]] = {
     StepKind.OWN: PagedAttention,
     StepKind.SHARED: SharedAttention,
+    StepKind.SHIFTED: partial(SharedAttention, shifted=True),
     StepKind.PROMPT: PromptAttention,
 }
 
@@ -145,6 +149,7 @@ class RecordedDecode:
         self._refusals = {
             StepKind.OWN: Refusals("decoding", "steps take longer"),
             StepKind.SHARED: Refusals("decoding over shared chunks", "such steps take longer"),
+            StepKind.SHIFTED: Refusals("decoding over shifted chunks", "such steps take longer"),
             StepKind.PROMPT: Refusals("a question over shared chunks", "it takes longer"),
         }
         self._page_arrays = PageArrays()

@@ -31,6 +31,7 @@ class SegmentedKV:
         self.turn = turn
         self.chunks: tuple[SharedChunk, ...] = ()  # made anew, never changed: tables are kept of it
         self.own_positions: NDArray[np.int64] = np.empty(0, np.int64)  # of the prompt; ascending
+        self.is_shifted = False  # some of its chunks are
         self._end = 0  # positions [0, end) are the prompt
         self.chunks_end = 0  # all positions from here on are own rows
 
@@ -63,6 +64,7 @@ class SegmentedKV:
         """The prompt has `num_tokens`: these positions are own rows, and chunks have the others."""
         self.own_positions = own_positions
         self.chunks = tuple(chunks)
+        self.is_shifted = any(chunk.shift is not None for chunk in chunks)
         self._end = num_tokens
         self.chunks_end = max((each.start + each.num_tokens for each in chunks), default=0)
         self.own.reserve(len(own_positions))

@@ -119,16 +119,23 @@ class PagedAttention:
 
 
 class SharedAttention:
-    """Sequences look at their own pages, and some at chunks that they share."""
+    """Sequences look at their own pages, and some at chunks that they share; `shifted`, if drift
+    moves them."""
 
     def __init__(
-        self, decoder: Decoder, pool: KVPool, num_rows: int, page_arrays: PageArrays
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        num_rows: int,
+        page_arrays: PageArrays,
+        *,
+        shifted: bool = False,
     ) -> None:
         from kvweave.kernels.gpu.segment_tables import SegmentTables, room_for_rows
 
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
-        shape = _segment_shape(decoder, pool)
+        shape = _segment_shape(decoder, pool)._replace(shifted=shifted)
         room = room_for_rows(
             num_rows, spec.max_context, CHUNKS * num_rows + SPARE_CHUNKS, pool.num_pages, shape
         )

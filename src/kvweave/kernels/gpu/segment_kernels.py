@@ -56,15 +56,82 @@ def turn_queries(
             tl.store(out_at + d[None, :], x, rest)
 
 
+@triton.jit(do_not_specialize=["num_columns"])
+def add_shifts(
+    added_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, pairs_ptr, shifts_ptr, lift_ptr, num_columns,
+    k_row, k_head,
+    HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    LIFTED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the shift of a pair's chunk adds to the scores of its query [HQ, num_columns], from the
+    column of its first mask bit on: products with cosines and sines of the places [.., HALF]. The
+    query is turned; LIFTED: what it was multiplied by is taken back."""
+    pair = tl.program_id(0)
+    slot, num = tl.load(shifts_ptr + pair * 2), tl.load(shifts_ptr + pair * 2 + 1)
+    if slot >= 0:
+        h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+        j = tl.arange(0, BLOCK_HALF)
+        n = tl.arange(0, BLOCK_N)
+        inside = (h < HQ)[:, None] & (j < HALF)[None, :]
+        q_at = q_ptr + (pair.to(tl.int64) * HQ + h)[:, None] * D
+        by_at = k_ptr + slot.to(tl.int64) * k_row + (h // G)[:, None] * k_head
+        q1 = tl.load(q_at + j[None, :], inside, other=0.0).to(tl.float32)
+        q2 = tl.load(q_at + HALF + j[None, :], inside, other=0.0).to(tl.float32)
+        b1 = tl.load(by_at + j[None, :], inside, other=0.0).to(tl.float32)
+        b2 = tl.load(by_at + HALF + j[None, :], inside, other=0.0).to(tl.float32)
+        if LIFTED:
+            lift = tl.load(lift_ptr + (h // G)[:, None] * D + j[None, :], inside, other=1.0)
+            b1 = b1 / lift
+            b2 = b2 / lift
+        even = (q1 * b1 + q2 * b2).to(q_ptr.dtype.element_ty)
+        odd = (q2 * b1 - q1 * b2).to(q_ptr.dtype.element_ty)
+        still = tl.zeros([BLOCK_H], tl.float32)  # of channels that do not turn
+        if D > 2 * HALF:
+            d = tl.arange(0, BLOCK_D)
+            rest = (h < HQ)[:, None] & ((d >= 2 * HALF) & (d < D))[None, :]
+            q = tl.load(q_at + d[None, :], rest, other=0.0).to(tl.float32)
+            by = tl.load(by_at + d[None, :], rest, other=0.0).to(tl.float32)
+            if LIFTED:
+                by = by / tl.load(lift_ptr + (h // G)[:, None] * D + d[None, :], rest, other=1.0)
+            still = tl.sum(q * by, 1)
+        column = tl.load(pairs_ptr + pair * 4 + 2).to(tl.int64) * 32
+        to = added_ptr + h.to(tl.int64)[:, None] * num_columns + column
+        for first in range(0, num, BLOCK_N):
+            at = first + n
+            there = (at < num)[:, None] & (j < HALF)[None, :]
+            cos = tl.load(cos_ptr + at[:, None] * HALF + j[None, :], there, other=0.0)
+            sin = tl.load(sin_ptr + at[:, None] * HALF + j[None, :], there, other=0.0)
+            s = tl.dot(even, tl.trans(cos), input_precision=PRECISION)
+            s = tl.dot(odd, tl.trans(sin), s, input_precision=PRECISION) + still[:, None]
+            tl.store(to + at[None, :], s, (h < HQ)[:, None] & (at < num)[None, :])
+
+
 @triton.jit
-def _weigh(s, v, acc, m, total, scale, PRECISION: tl.constexpr):
-    """One block more: scores s [M, N], HIDDEN where a row does not look, and values v [N, D]."""
+def _added_by_row(
+    b, head, at, j, added_ptr, num_columns, columns_ptr, G: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """What shifts add to the scores of a block by row [M, N]."""
+    column = tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
+    of_head = added_ptr + (head * G + at).to(tl.int64)[:, None] * num_columns
+    live = (at < G)[:, None] & (column >= 0)[None, :]
+    return tl.load(of_head + column[None, :], live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weigh(s, v, by, acc, m, total, scale, SHIFTED: tl.constexpr, PRECISION: tl.constexpr):
+    """One block more: scores s [M, N], HIDDEN where a row does not look, and values v [N, D].
+    SHIFTED: all of these by `by` [D]."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     base = tl.where(m_new == HIDDEN, 0.0, m_new)  # a row that has seen nothing yet
     alpha = tl.exp2(m - base)
     p = tl.exp2(s * scale - base[:, None])
-    total = total * alpha + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    share = tl.sum(p, 1)
+    total = total * alpha + share
+    acc = acc * alpha[:, None]
+    if SHIFTED:
+        acc += share[:, None] * by[None, :]
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, total
 
 
@@ -126,11 +193,13 @@ def code_scales(both):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def place_keys(
-    slots_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr, num_rows,
+    slots_ptr, columns_ptr, step_ptr, blocks_ptr, pages_ptr, words_ptr, shifts_ptr, num_rows,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, CHUNK_PAGE: tl.constexpr,
+    SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Where the keys of every block by row lie in the pool [blocks, BLOCK_N]; -1: there is none.
-    Pairs behind those of the rows look at chunks, whose pages may hold more."""
+    Pairs behind those of the rows look at chunks, whose pages may hold more. SHIFTED: and in which
+    column of what shifts add; -1: they add nothing."""
     j = tl.arange(0, WINDOW)
     for b in range(tl.program_id(0), tl.load(step_ptr), tl.num_programs(0)):
         block = blocks_ptr + b * 4
@@ -147,16 +216,24 @@ def place_keys(
             size = tl.where(tl.load(block + 2) >= num_rows, CHUNK_PAGE, PAGE)
         page = tl.load(pages_ptr + slot // size, live, other=0)
         to = slots_ptr + tl.cast(b, tl.int64) * BLOCK_N
+        none = tl.full([WINDOW], -1, tl.int32)
+        behind = (j >= num) & (j < BLOCK_N)
         tl.store(to + nth, page * size + slot % size, live)
-        tl.store(to + j, tl.full([WINDOW], -1, tl.int32), (j >= num) & (j < BLOCK_N))
+        tl.store(to + j, none, behind)
+        if SHIFTED:
+            shift = tl.load(shifts_ptr + tl.load(block + 2) * 2)
+            column = columns_ptr + tl.cast(b, tl.int64) * BLOCK_N
+            tl.store(column + nth, tl.where(shift >= 0, bit + j, -1), live)
+            tl.store(column + j, none, behind)
 
 
 @triton.jit
 def _by_row(
-    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
-    k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
+    pieces_ptr, blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHIFTED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A piece and a KV head."""
     head = unit % HK
@@ -181,8 +258,15 @@ def _by_row(
         v = tl.load(v_base + (slot.to(tl.int64) * v_row)[:, None], live, other=0.0)
         q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SHIFTED:
+            s += _added_by_row(b, head, at, j, added_ptr, num_columns, columns_ptr, G, BLOCK_N)
         s = tl.where(there[None, :], s, HIDDEN)
-        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+        by = d
+        if SHIFTED:
+            shift = tl.load(shifts_ptr + pair * 2)
+            by_at = v_ptr + head * v_head + shift.to(tl.int64) * v_row + d
+            by = tl.load(by_at, (d < D) & (shift >= 0), other=0.0).to(tl.float32)
+        acc, m, total = _weigh(s, v, by, acc, m, total, scale, SHIFTED, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
@@ -191,11 +275,11 @@ def _by_row(
 
 @triton.jit
 def _by_row_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
-    scale,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_columns, columns_ptr,
+    shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_by_row`, of a piece that has codes: the halves of a head's channels are apart."""
     head = unit % HK
@@ -225,31 +309,45 @@ def _by_row_codes(
         s = tl.dot(q0, low_codes(k, DTYPE), input_precision=PRECISION)
         s = tl.dot(q1, high_codes(k, DTYPE), s, input_precision=PRECISION)
         k_scale, v_scale = code_scales(both)
-        s = tl.where(there[None, :], s * k_scale[None, :], HIDDEN)
+        s = s * k_scale[None, :]
+        if SHIFTED:
+            s += _added_by_row(b, head, at, j, added_ptr, num_columns, columns_ptr, G, BLOCK_N)
+        s = tl.where(there[None, :], s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
         alpha = tl.exp2(m - base)
         p = tl.exp2(s * scale - base[:, None])
-        total = total * alpha + tl.sum(p, 1)
+        share = tl.sum(p, 1)
+        total = total * alpha + share
+        acc0 = acc0 * alpha[:, None]
+        acc1 = acc1 * alpha[:, None]
+        if SHIFTED:  # shifts lie as own rows do
+            shift = tl.load(shifts_ptr + pair * 2)
+            by_at = own_v_ptr + head * v_head + shift.to(tl.int64) * v_row + c
+            is_shifted = (c < C) & (shift >= 0)
+            by0 = tl.load(by_at, is_shifted, other=0.0).to(tl.float32)
+            by1 = tl.load(by_at + C, is_shifted, other=0.0).to(tl.float32)
+            acc0 += share[:, None] * by0[None, :]
+            acc1 += share[:, None] * by1[None, :]
         p = (p * v_scale[None, :]).to(DTYPE)
-        acc0 = tl.dot(p, low_codes(v, DTYPE), acc0 * alpha[:, None], input_precision=PRECISION)
-        acc1 = tl.dot(p, high_codes(v, DTYPE), acc1 * alpha[:, None], input_precision=PRECISION)
+        acc0 = tl.dot(p, low_codes(v, DTYPE), acc0, input_precision=PRECISION)
+        acc1 = tl.dot(p, high_codes(v, DTYPE), acc1, input_precision=PRECISION)
         m = m_new
-    share = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
+    weight = 1.0 / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
     part_at = part_ptr + part[:, None] * D + c[None, :]
-    tl.store(part_at, acc0 * share, inside)
-    tl.store(part_at + C, acc1 * share, inside)
+    tl.store(part_at, acc0 * weight, inside)
+    tl.store(part_at + C, acc1 * weight, inside)
     tl.store(lse_ptr + part, m + tl.log2(total), at < G)
 
 
 @triton.jit
 def _by_chunk(
-    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
-    first_cell, scale, k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
+    pairs_ptr, pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile and a KV head."""
     at = tl.arange(0, BLOCK_M)
@@ -266,6 +364,11 @@ def _by_chunk(
     q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    shift = mask
+    added_at = added_ptr + (head * G + at % G).to(tl.int64) * num_columns
+    if SHIFTED:
+        shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
+        added_at += (mask + word0).to(tl.int64) * 32
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -278,6 +381,9 @@ def _by_chunk(
         k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
         v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SHIFTED:
+            is_shifted = (shift >= 0)[:, None] & there[None, :]
+            s += tl.load(added_at[:, None] + (key0 + j)[None, :], is_shifted, other=0.0)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
             gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -286,8 +392,11 @@ def _by_chunk(
                 bits = tl.load(bits_at, mask >= 0, other=0)
                 gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
             s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
-        acc, m, total = _weigh(s, v, acc, m, total, scale, PRECISION)
+        acc, m, total = _weigh(s, v, d, acc, m, total, scale, False, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SHIFTED:  # weights of a row add up to one
+        by_at = v_ptr + head * v_head + (shift.to(tl.int64) * v_row)[:, None] + d[None, :]
+        acc += tl.load(by_at, inside & (shift >= 0)[:, None], other=0.0)
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
@@ -296,11 +405,11 @@ def _by_chunk(
 
 @triton.jit
 def _by_chunk_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
-    words_ptr, first_cell, scale,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr,
+    lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_by_chunk`, of codes; a block has 64 keys at most."""
     at = tl.arange(0, BLOCK_M)
@@ -321,6 +430,11 @@ def _by_chunk_codes(
     q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
+    shift = mask
+    added_at = added_ptr + (head * G + at % G).to(tl.int64) * num_columns
+    if SHIFTED:
+        shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
+        added_at += (mask + word0).to(tl.int64) * 32
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
@@ -341,7 +455,11 @@ def _by_chunk_codes(
         s = tl.dot(q, keys, input_precision=PRECISION)
         k_scale, v_scale = code_scales(both)
         gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
-        s = tl.where(there[None, :] & ((gone & 1) == 0), s * k_scale[None, :], HIDDEN)
+        s = s * k_scale[None, :]
+        if SHIFTED:
+            is_shifted = (shift >= 0)[:, None] & there[None, :]
+            s += tl.load(added_at[:, None] + (key0 + j)[None, :], is_shifted, other=0.0)
+        s = tl.where(there[None, :] & ((gone & 1) == 0), s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
         alpha = tl.exp2(m - base)
@@ -352,49 +470,54 @@ def _by_chunk_codes(
         acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if SHIFTED:  # weights of a row add up to one; shifts lie as own rows do
+        by_at = own_v_ptr + head * v_head + (shift.to(tl.int64) * v_row)[:, None] + d[None, :]
+        acc += tl.load(by_at, inside & (shift >= 0)[:, None], other=0.0)
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
     tl.store(lse_ptr + part, m + tl.log2(total), here)
 
 
-@triton.jit(do_not_specialize=["first_cell"])
+@triton.jit(do_not_specialize=["first_cell", "num_columns"])
 def attend_cells(
-    q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr,
-    counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale,
-    k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
+    pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr,
+    first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The first `num_walkers` programs walk over tiles, however many there are, one beside each
     other program of a multiprocessor; every other program answers for a piece."""
     if tl.program_id(0) < num_walkers:
         for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr,
-                words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
-                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+                unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr, lse_ptr,
+                tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
+                k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
     else:
         _by_row(
-            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
-            blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
-            G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, added_ptr, num_columns,
+            columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
+            k_row, k_head, v_row, v_head,
+            G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_cell"])
+@triton.jit(do_not_specialize=["first_cell", "num_columns"])
 def attend_code_cells(
-    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr, pieces_ptr,
-    blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell,
-    num_walkers, scale, k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, added_ptr, num_columns, columns_ptr,
+    shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr,
+    pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
-    PAGE: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `attend_cells`, where chunks lie in 8 bits. There are as many walkers as may run at the
     same time, and as many of these walk as have the same number of tiles."""
@@ -403,23 +526,26 @@ def attend_code_cells(
         first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
         for unit in range(first, num_units, walking):
             _by_chunk_codes(
-                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
-                tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
-                G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, PRECISION,
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_columns,
+                shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
+                first_cell, scale, v_row, v_head,
+                G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
     else:
         mine = tl.program_id(0) - num_walkers
         if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
             _by_row_codes(
-                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, part_ptr, lse_ptr,
-                pieces_ptr, blocks_ptr, slots_ptr, scale,
-                G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, PRECISION,
+                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_columns,
+                columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
+                scale, v_row, v_head,
+                G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
         else:
             _by_row(
-                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
-                blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
-                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, PRECISION,
+                mine, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr,
+                part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
+                k_row, k_head, v_row, v_head,
+                G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,
             )  # fmt: skip
 
 

@@ -16,12 +16,22 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from kvweave.kernels.gpu.attention import Launch, choose, cores
-from kvweave.kernels.gpu.segment_plan import WINDOW, ChunkArrays, ChunkTiling, Room, Sharing
+from kvweave.kernels.gpu.segment_plan import (
+    NO_SHIFT,
+    WINDOW,
+    ChunkArrays,
+    ChunkTiling,
+    Room,
+    Sharing,
+)
 from kvweave.kernels.gpu.tiles import padded
+from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import SharedChunk
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
+FEW_LONG, MASKED_TOKENS = 4, 16384  # sequences of full length, or tokens of each: in chunks that
+# have replaced rows, where chunks are shifted. A batch with more is decoded without a recording
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -34,6 +44,7 @@ class SegmentShape(NamedTuple):
     page: int
     dtype: torch.dtype
     coded: bool = False  # chunks lie in 8 bits
+    shifted: bool = False  # some may be shifted
 
     @property
     def chunk_page(self) -> int:
@@ -77,10 +88,10 @@ class SegmentTables:
         )  # fmt: skip
         least = self.tiling.lists * num_rows
         self.num_pieces = least + -(-PIECES * cores(device) // shape.num_kv_heads)
-        # held, written by `hold`:    counts | pairs | tiles | row_cells | words | chunk pages
+        # held, written by `hold`: counts | pairs | shifts | tiles | row_cells | words | chunk pages
         # moving, written by `update`: step | rows | pieces | row_pieces | blocks, own pages at once
         held = {
-            "counts": (4,), "pairs": (room.pairs, 4),
+            "counts": (4,), "pairs": (room.pairs, 4), "shifts": (room.pairs, 2),
             "tiles": (room.most_cuts(self.tiling), 8),
             "row_cells": (num_rows, 2), "words": (room.words + SLACK,),
             # own pages are found from here, and a view of nothing has no address
@@ -98,6 +109,7 @@ class SegmentTables:
             name: self._all[start : start + math.prod(shapes[name])].view(shapes[name])
             for name, start in self._starts.items()
         }
+        self.places: Angles | None = None  # of a chunk's tokens; made when first used, and kept
         self._arrays: dict[int, ChunkArrays] = {}
         self._held: tuple[int, ...] = ()
         self._sharing: Sharing | None = None
@@ -127,8 +139,12 @@ class SegmentTables:
         pairs[: len(sharing.pairs), :3] = sharing.pairs
         pairs[: len(sharing.pairs), 3] = sharing.pair_cells
         counts = np.array([len(sharing.pairs), len(sharing.tiles), sharing.num_walkers, 0])
+        shifts = np.full((self.room.pairs, 2), NO_SHIFT, dtype=np.int32)
+        shifts[: len(sharing.shifts)] = sharing.shifts
+        assert self.shape.shifted or (shifts[:, 0] == NO_SHIFT).all(), "tables know no shifts"
         self._send("counts", [counts])
         self._send("pairs", [pairs])
+        self._send("shifts", [shifts])
         self._send("tiles", [sharing.tiles])
         self._send("row_cells", [sharing.row_cells])
         self._send("words", [sharing.words])
@@ -190,10 +206,13 @@ def room_for_rows(
     """Room for sequences of up to `most_tokens` that hold `num_chunks` together, over a pool of
     `num_pages`."""
     block = choose(shape.dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads, 1).block_n
+    masked = num_rows * most_tokens
+    if shape.shifted:  # each of these tokens has a score for every head
+        masked = min(masked, max(FEW_LONG * most_tokens, num_rows * MASKED_TOKENS))
     return Room(
         pairs=num_rows + num_chunks,
         chunk_pages=num_pages,
-        words=num_rows * -(-most_tokens // 32) + num_chunks,
+        words=-(-masked // 32) + num_chunks,
         blocks=num_rows * (-(-most_tokens // block) + 1) + num_chunks,
         own_pages=num_rows * min(num_pages, -(-most_tokens // shape.page)),
     )

@@ -1,9 +1,10 @@
 """Attention over own pages and shared chunks: each chunk is read once for all rows that hold it.
 
-Three launches answer for a layer, over tables of a fixed place that a CUDA graph can replay
-(`segment_plan.py` says what is in them):
+Three launches answer for a layer, and one more where chunks are shifted, over tables of a fixed
+place that a CUDA graph can replay (`segment_plan.py` says what is in them):
 
     turn    every row's query, turned to what the row looks at: own pages, or one of its chunks
+    shift   what scores over chunks get that a sequence sees shifted (`kernels/shifted.py`)
     attend  by row: what one row alone looks at, in even pieces; and
             by chunk: what several rows look at, a tile of their queries over the pages of one chunk
     merge   the answers of each row, by their shares of the softmax
@@ -28,6 +29,7 @@ from torch import Tensor
 from kvweave.kernels.gpu.attention import choose, cores
 from kvweave.kernels.gpu.row_plan import stream_of
 from kvweave.kernels.gpu.segment_kernels import (
+    add_shifts,
     attend_cells,
     attend_code_cells,
     merge_cells,
@@ -38,10 +40,12 @@ from kvweave.kernels.gpu.segment_plan import WINDOW, Room
 from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 from kvweave.kernels.rope import Angles, Turn
+from kvweave.kernels.shifted import place_angles
 from kvweave.kernels.types import CodedPages, SegmentedRows, SharedChunk
 
 PART_S = 16  # cells that are merged at a time
 TURN_HEADS = 32  # that one program turns
+SHIFT_KEYS = 64  # whose scores are shifted at a time
 CODE_STAGES = 6  # of reading codes by row: half the bytes of a block, so twice as many under way
 
 
@@ -50,6 +54,8 @@ class SegmentStep(NamedTuple):
 
     back: Angles  # [pairs, 1, r/2] float32: how the query of each pair is turned
     slots: Tensor  # [blocks, keys] int32: where keys lie
+    columns: Tensor  # the same of what shifts add to their scores; -1: nothing
+    places: Angles | None  # [MOST_PLACES, r/2] of a chunk's tokens; None: nothing is shifted
 
 
 def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
@@ -58,11 +64,19 @@ def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
     cos, sin = turn(-on["pairs"][:, 1])
     size = tables.by_row.block_n
     slots = torch.empty(max(1, tables.room.blocks), size, dtype=torch.int32, device=device)
+    is_shifted = tables.shape.shifted
+    columns = torch.empty_like(slots) if is_shifted else slots
     place_keys[(min(len(slots), 4 * cores(device)),)](
-        slots, on["step"], on["blocks"], on["pages"], on["words"], tables.num_rows,
+        slots, columns, on["step"], on["blocks"], on["pages"], on["words"], on["shifts"],
+        tables.num_rows,
         BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page, CHUNK_PAGE=tables.shape.chunk_page,
+        SHIFTED=is_shifted,
     )  # fmt: skip
-    return SegmentStep(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
+    if is_shifted and tables.places is None:
+        made = place_angles(turn, device)
+        tables.places = Angles(made.cos.to(tables.shape.dtype), made.sin.to(tables.shape.dtype))
+    back = Angles(cos.float().contiguous(), sin.float().contiguous())
+    return SegmentStep(back, slots, columns, tables.places)
 
 
 def attend_tables(
@@ -90,16 +104,23 @@ def attend_tables(
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
+    added, num_columns = turned, 0  # not looked at
+    if step.places is not None:
+        lift = None if coded is None else coded.lift
+        added = _added(turned, tables, step.places, key_pages, lift)
+        num_columns = added.shape[1]
     where = (
-        part, lse, on["pieces"], on["blocks"], step.slots, on["tiles"], on["counts"], on["pairs"],
-        on["pages"], on["words"], tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
+        added, num_columns, step.columns, on["shifts"], part, lse, on["pieces"], on["blocks"],
+        step.slots, on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
+        tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
         *row_strides(key_pages), *row_strides(value_pages),
     )  # fmt: skip
     sizes = {
         "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
         "ROW_M": row.block_m, "ROW_N": row.block_n, "ROW_STAGES": row.stages,
         "TILE_M": tile.block_m, "TILE_N": tile.block_n, "TILE_STAGES": tile.stages,
-        "PAGE": shape.chunk_page, "PRECISION": precision(q), "num_warps": tile.warps,
+        "PAGE": shape.chunk_page, "SHIFTED": step.places is not None,
+        "PRECISION": precision(q), "num_warps": tile.warps,
     }  # fmt: skip
     grid = (tables.at_once + tables.num_pieces * kv_heads,)
     if coded is None:
@@ -135,6 +156,25 @@ def _turned(
         BLOCK_H=block_h, PLACED=at is not None, LIFTED=lift is not None, num_warps=4,
     )  # fmt: skip
     return turned
+
+
+def _added(
+    turned: Tensor, tables: SegmentTables, places: Angles, key_pages: Tensor, lift: Tensor | None
+) -> Tensor:
+    """What shifts add to scores [Hq, columns]: a column for each bit of a mask."""
+    (pairs, heads, head_dim), half = turned.shape, places.cos.shape[-1]
+    on = tables.on_device
+    added = turned.new_empty(heads, 32 * len(on["words"]))
+    block_h = max(16, min(TURN_HEADS, triton.next_power_of_2(heads)))
+    add_shifts[pairs, triton.cdiv(heads, block_h)](
+        added, turned, key_pages, *places, on["pairs"], on["shifts"],
+        places.cos if lift is None else lift, added.shape[1], *row_strides(key_pages),
+        HQ=heads, G=heads // tables.shape.num_kv_heads, D=head_dim, HALF=half,
+        BLOCK_HALF=max(16, triton.next_power_of_2(half)),
+        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, BLOCK_N=SHIFT_KEYS,
+        LIFTED=lift is not None, PRECISION=precision(turned), num_warps=4,
+    )  # fmt: skip
+    return added
 
 
 def row_strides(pages: Tensor) -> tuple[int, int]:
@@ -180,6 +220,8 @@ def attend_segments(
     shape = SegmentShape(q.shape[1], key_pages.shape[2], q.shape[2], page, q.dtype, is_coded)
     key = (id(rows), id(ranks), shape, stream_of(q.device))
     if _cache.made is None or _cache.key != key:
+        moved = any(chunk.shift is not None for each in rows for chunk in each.chunks)
+        shape = shape._replace(shifted=moved)
         tables = _tables_for(positions, ranks, rows, shape, q.device)
         _cache.key, _cache.kept = key, (rows, ranks)
         _cache.made = tables, begin_step(tables, turn)
@@ -224,9 +266,9 @@ def _visible(chunks: Sequence[SharedChunk], position: int) -> Sequence[SharedChu
     if all(chunk.start + chunk.num_tokens <= position + 1 for chunk in chunks):
         return chunks
     found = []
-    for pages, num_tokens, start, replaced in chunks:
-        seen = min(num_tokens, position + 1 - start)
+    for chunk in chunks:
+        seen = min(chunk.num_tokens, position + 1 - chunk.start)
         if seen > 0:
-            gone = None if replaced is None else replaced[:seen]
-            found.append(SharedChunk(pages, seen, start, gone))
+            gone = None if chunk.replaced is None else chunk.replaced[:seen]
+            found.append(chunk._replace(num_tokens=seen, replaced=gone))
     return found
