@@ -420,7 +420,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "store.policy": StoreConfig().policy,
         "engine.max_running": f"{engine.max_running}",
         "engine.tree_share": f"{engine.tree_share:g}",
-        "engine.share_chunks": str(engine.share_chunks).lower(),
+        "engine.share_chunks": "on a GPU",
         "engine.shared_codec": engine.shared_codec,
         "engine.recorded_rows": f"{engine.recorded_rows}",
         "sampling.stop_loops": str(drawn.stop_loops).lower(),

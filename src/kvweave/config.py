@@ -172,7 +172,7 @@ class EngineSettings(ConfigSection):
     background_rows: Count | None = unset("what the device likes")  # of a step in idle time
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
-    share_chunks: bool | None = unset("false")  # chunk KV once in the pool for all requests
+    share_chunks: bool | None = unset("on a GPU")  # chunk KV once in the pool for all
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there
     prompts_per_step: Count | None = unset("2")  # fused ones between two tokens of an answer
     recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none

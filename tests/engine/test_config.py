@@ -48,6 +48,20 @@ def test_steps_are_longer_where_a_short_one_leaves_the_device_idle() -> None:
         assert getattr(for_device(CFG, "cuda"), name) == getattr(CFG, name)
 
 
+def test_chunks_are_shared_where_kernels_can_read_them_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for found in (None, object()):
+        monkeypatch.setattr("kvweave.engine.config.find_spec", lambda name, found=found: found)
+        assert for_device(EngineConfig(), "cpu").share_chunks is False
+        assert for_device(EngineConfig(), "cuda").share_chunks is (found is not None)
+        assert for_device(EngineConfig(share_chunks=False), "cuda").share_chunks is False
+        assert for_device(EngineConfig(share_chunks=True), "cpu").share_chunks is True
+    assert for_device(EngineConfig(shared_codec="int8"), "cuda").share_chunks is True
+    with pytest.raises(ConfigError, match="set share_chunks"):
+        for_device(EngineConfig(shared_codec="int8"), "cpu")
+
+
 def test_a_pool_smaller_than_a_page_of_the_device_is_refused() -> None:
     small = EngineConfig(pool_tokens=48)
     assert for_device(small, "cpu").page_tokens == 32
@@ -65,6 +79,6 @@ def test_settings_scheduling_and_pages_need_no_torch() -> None:
 def test_codes_are_for_chunks_that_are_shared() -> None:
     assert EngineConfig(share_chunks=True, shared_codec="int8").shared_codec == "int8"
     with pytest.raises(ConfigError, match="set share_chunks"):
-        EngineConfig(shared_codec="int8")
+        EngineConfig(share_chunks=False, shared_codec="int8")
     with pytest.raises(ConfigError, match="one of raw, int8"):
         EngineConfig(share_chunks=True, shared_codec="fp8")  # type: ignore[arg-type]

@@ -253,10 +253,12 @@ def sharing(decoder: Decoder, pool: KVPool, own: int, chunks: Sequence[SharedChu
     return Rows([5 + own], [end], kv, [0])
 
 
+@pytest.mark.parametrize("shift", [None, 47])
 def test_steps_over_shared_chunks_are_recorded_beside_plain_ones(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch, shift: int | None
 ) -> None:
-    """A chunk at two places, one with a replaced row, and a sequence that shares nothing."""
+    """A chunk at two places, one with a replaced row, where it may be shifted, and a sequence that
+    shares nothing."""
     without_kernels(monkeypatch)
     torch.manual_seed(0)
     pool = make_pool(decoder)
@@ -264,10 +266,10 @@ def test_steps_over_shared_chunks_are_recorded_beside_plain_ones(
     pool.values.normal_()
     gone = torch.tensor([False, True, False, False, False, False])
     first = SharedChunk([0, 1], 6, 3)
-    second = SharedChunk([2, 3], 6, 9, gone)
+    second = SharedChunk([2, 3], 6, 9, gone, shift)
     batch = [
         sharing(decoder, pool, 4, [first, second]),
-        sharing(decoder, pool, 6, [second._replace(start=3, replaced=None)]),
+        sharing(decoder, pool, 6, [second._replace(start=3, replaced=None, shift=None)]),
         decoding(pool, [8, 9], 6),
     ]
     recorded = RecordedDecode(decoder, pool, 8)
@@ -301,6 +303,8 @@ def test_rows_of_one_prompt_over_whole_chunks_are_a_kind_of_their_own(decoder: D
     assert kind(rows(whole, 3), turns_whole=False) is StepKind.SHARED
     assert kind(rows(whole, 1)) is StepKind.SHARED, "it decodes"
     assert kind(rows(holed, 3)) is StepKind.SHARED
+    moved = sharing(decoder, pool, 6, [chunk._replace(replaced=gone, shift=40)])
+    assert kind([whole, moved]) is kind([moved]) is StepKind.SHIFTED
     assert kind([*rows(whole, 2), sharing(decoder, pool, 6, [chunk])]) is StepKind.SHARED
     assert kind([*rows(whole, 2), decoding(pool, [8], 2)]) is StepKind.SHARED
     assert kind([decoding(pool, [8], 2), decoding(pool, [9], 2)]) is StepKind.OWN

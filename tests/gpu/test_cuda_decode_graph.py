@@ -44,8 +44,9 @@ WIDE = {  # heads that the large models have
 }
 LONG = {"max_position_embeddings": 4096}
 CFG = EngineConfig(
-    page_tokens=16, pool_tokens=16 * 512, max_running=12, step_rows=48, alone_rows=128
-)
+    page_tokens=16, pool_tokens=16 * 512, max_running=12, step_rows=48, alone_rows=128,
+    share_chunks=False,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

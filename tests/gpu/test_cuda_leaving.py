@@ -202,7 +202,10 @@ def test_answers_are_the_same_while_kv_leaves_and_comes_back(
     requests = [
         with_chunks(preamble, rng.sample(chunks, 4), ids(rng, 5), max_tokens=6) for _ in range(40)
     ]
-    large = EngineConfig(page_tokens=16, pool_tokens=16 * 1024, host_tokens=0, max_running=4)
+    large = EngineConfig(
+        page_tokens=16, pool_tokens=16 * 1024, host_tokens=0, max_running=4,
+        share_chunks=False,
+    )  # fmt: skip
     small = replace(large, pool_tokens=16 * 64, host_tokens=16 * 1024)
     answers = []
     for cfg in (large, small):

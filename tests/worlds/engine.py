@@ -18,7 +18,10 @@ from kvweave.model.weights import load_weights
 from kvweave.types import ChunkId
 
 VOCABULARY = 97
-SMALL = EngineConfig(page_tokens=4, pool_tokens=4 * 256, max_running=6, step_rows=8, alone_rows=32)
+SMALL = EngineConfig(
+    page_tokens=4, pool_tokens=4 * 256, max_running=6, step_rows=8, alone_rows=32,
+    share_chunks=False,
+)  # fmt: skip
 
 
 def make_decoder(folder: Path) -> Decoder:

@@ -1,6 +1,7 @@
 """The engine's settings. Plain values: importing this imports no torch."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 from kvweave.errors import ConfigError
@@ -45,9 +46,8 @@ class EngineConfig:
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
-    share_chunks: bool = False  # fused requests read chunk KV from pages that all of them share,
-    # instead of a copy each. Off: tokens behind the first see rows that drift has not moved, which
-    # costs an answer some 0.005 nats per token (bench/shared_drift.py) that no calibration has seen
+    share_chunks: bool | None = None  # fused requests read chunk KV from pages that all of them
+    # share, instead of a copy each; None: on a GPU with Triton, which has kernels for it
     shared_codec: SharedCodec = "raw"  # how shared chunks lie there: as own rows do, or in 8 bits,
     # of which a page holds twice as many tokens (four times in single precision)
     recorded_rows: int = 128  # on a GPU, steps of up to so many rows in which sequences decode, or
@@ -66,7 +66,7 @@ class EngineConfig:
         if self.shared_codec not in get_args(SharedCodec):
             known = ", ".join(get_args(SharedCodec))
             raise ConfigError(f"EngineConfig.shared_codec is one of {known}")
-        if self.shared_codec != "raw" and not self.share_chunks:
+        if self.shared_codec != "raw" and self.share_chunks is False:
             raise ConfigError(
                 f"shared_codec {self.shared_codec} is for chunks that are shared; set share_chunks"
             )
@@ -98,6 +98,8 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
         is_open = cfg.guess_rows is None and device_type != "cpu"
         rows = cfg.guess_rows or values["guess_rows"]
         left["guess_alone_rows"] = GUESS_ALONE_ROWS if is_open else rows
+    if cfg.share_chunks is None:  # as kernels/dispatch.has_triton, without torch
+        left["share_chunks"] = device_type == "cuda" and find_spec("triton") is not None
     if cfg.overlap_steps is None:
         left["overlap_steps"] = device_type == "cuda"
     return replace(cfg, **left)

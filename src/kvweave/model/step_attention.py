@@ -135,7 +135,7 @@ class SharedAttention:
 
         spec = decoder.spec
         self._decoder, self._pool, self._page_arrays = decoder, pool, page_arrays
-        shape = _segment_shape(decoder, pool)._replace(shifted=shifted)
+        shape = _segment_shape(decoder, pool, shifted=shifted)
         room = room_for_rows(
             num_rows, spec.max_context, CHUNKS * num_rows + SPARE_CHUNKS, pool.num_pages, shape
         )
@@ -205,13 +205,13 @@ class PromptAttention:
         return attend
 
 
-def _segment_shape(decoder: Decoder, pool: KVPool) -> "SegmentShape":
+def _segment_shape(decoder: Decoder, pool: KVPool, *, shifted: bool = False) -> "SegmentShape":
     from kvweave.kernels.gpu.segment_tables import SegmentShape
 
     spec = decoder.spec
     return SegmentShape(
         spec.num_heads, spec.num_kv_heads, spec.head_dim, pool.page_tokens, decoder.dtype,
-        pool.codes(0) is not None,
+        pool.codes(0) is not None, shifted,
     )  # fmt: skip
 
 
