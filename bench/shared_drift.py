@@ -1,10 +1,10 @@
-"""What does it cost that answers over shared chunks see rows which drift has not moved?
+"""What does an answer over shared chunks lose against one over a copy, which drift has moved?
 
 Real weights; the demo's passages and questions. The exact answer of each question is forced, and
 what the model thinks of its tokens is compared with full prefill, in nats per token: over a copy of
-the chunks, which drift has moved for good; over shared ones, which it moves for the prompt alone;
-and without any drift; and over shared ones in 8 bits. The first token is apart: it is computed with
-the prompt.
+the chunks, which drift has moved; over shared ones, of which rows of the request's own say how far
+it sees them moved; over shared ones in 8 bits; and without any drift. The first token is apart: it
+is computed with the prompt.
 
     python bench/shared_drift.py --model smollm2 --out bench/results/shared_drift-cpu.json
     python bench/shared_drift.py --device cuda --model FOLDER --strategy weave-through --ratio 0.5
