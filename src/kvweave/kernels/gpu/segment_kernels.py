@@ -113,9 +113,9 @@ def _added_by_row(
 ):  # fmt: skip
     """What shifts add to the scores of a block by row [M, N]."""
     column = tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
-    of_head = added_ptr + (head * G + at).to(tl.int64)[:, None] * num_columns
+    of_head = (head * G + at)[:, None] * num_columns
     live = (at < G)[:, None] & (column >= 0)[None, :]
-    return tl.load(of_head + column[None, :], live, other=0.0).to(tl.float32)
+    return tl.load(added_ptr + (of_head + column[None, :]), live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -365,10 +365,10 @@ def _by_chunk(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
     shift = mask
-    added_at = added_ptr + (head * G + at % G).to(tl.int64) * num_columns
+    added_at = (head * G + at % G) * num_columns
     if SHIFTED:
         shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
-        added_at += (mask + word0).to(tl.int64) * 32
+        added_at += (mask + word0) * 32
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -383,7 +383,8 @@ def _by_chunk(
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SHIFTED:
             is_shifted = (shift >= 0)[:, None] & there[None, :]
-            s += tl.load(added_at[:, None] + (key0 + j)[None, :], is_shifted, other=0.0)
+            column = added_at[:, None] + (key0 + j)[None, :]
+            s += tl.load(added_ptr + column, is_shifted, other=0.0)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
             gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -431,10 +432,10 @@ def _by_chunk_codes(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
     shift = mask
-    added_at = added_ptr + (head * G + at % G).to(tl.int64) * num_columns
+    added_at = (head * G + at % G) * num_columns
     if SHIFTED:
         shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
-        added_at += (mask + word0).to(tl.int64) * 32
+        added_at += (mask + word0) * 32
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
@@ -458,7 +459,8 @@ def _by_chunk_codes(
         s = s * k_scale[None, :]
         if SHIFTED:
             is_shifted = (shift >= 0)[:, None] & there[None, :]
-            s += tl.load(added_at[:, None] + (key0 + j)[None, :], is_shifted, other=0.0)
+            column = added_at[:, None] + (key0 + j)[None, :]
+            s += tl.load(added_ptr + column, is_shifted, other=0.0)
         s = tl.where(there[None, :] & ((gone & 1) == 0), s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)

@@ -165,6 +165,7 @@ def _added(
     (pairs, heads, head_dim), half = turned.shape, places.cos.shape[-1]
     on = tables.on_device
     added = turned.new_empty(heads, 32 * len(on["words"]))
+    assert added.numel() < 1 << 31, "kernels count in 32 bits here"
     block_h = max(16, min(TURN_HEADS, triton.next_power_of_2(heads)))
     add_shifts[pairs, triton.cdiv(heads, block_h)](
         added, turned, key_pages, *places, on["pairs"], on["shifts"],
