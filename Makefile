@@ -7,6 +7,7 @@ VLLM := .venv-vllm
 LLAMACPP := .venv-llamacpp
 CLIENTS := .venv-clients
 WEBUI := .venv-openwebui
+TRITON := .venv-triton
 # modules are compiled when they are first imported: most of what torch brings never is
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # which needs what is compiled to be kept: else every process that the tests start does it again
@@ -14,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui fuzz sbom lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -39,6 +40,12 @@ test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go t
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm models  ## kvweave inside a real vLLM (CPU build): starts it several times
 	$(BIN)/python -m pytest -m vllm tests/hosts
+
+# those that its interpreter can run: no Gluon, no bfloat16
+INTERPRETED := segments coded place prompt_rows unpack
+test-triton: $(TRITON)/.triton  ## GPU kernels in Triton's interpreter, on a CPU: slow, and right or wrong all the same
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -m gpu -W ignore::DeprecationWarning -W ignore::RuntimeWarning \
+	  $(INTERPRETED:%=tests/gpu/test_cuda_%.py)
 
 MINUTES ?= 60
 fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); what breaks lies in build/fuzz
@@ -127,6 +134,16 @@ $(CLIENTS)/.clients: Makefile pyproject.toml constraints.txt
 	  pytest pytest-timeout hypothesis httpx transformers openai langchain-openai llama-index-core litellm llm
 	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --no-deps \
 	  llama-index-llms-openai llama-index-llms-openai-like
+	@touch $@
+
+# The interpreter of this Triton, the one whose kernels run on a GPU, breaks with numpy from 2.4 on.
+$(TRITON)/.triton: Makefile pyproject.toml constraints.txt
+	@echo "setting up $(TRITON) (once, a few minutes)"
+	@test -x $(TRITON)/bin/python || $(PYTHON) -m venv $(TRITON)
+	@$(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
+	@$(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-compile --no-deps triton==3.6.0
+	@$(TRITON)/bin/pip install --quiet --disable-pip-version-check --no-compile 'numpy<2.4' \
+	  pytest pytest-timeout hypothesis transformers accelerate -e .
 	@touch $@
 
 # Its pins are its own, and 2.5 GB; torch is ours, first and held, or CUDA comes with it.
