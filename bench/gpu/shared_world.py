@@ -74,7 +74,7 @@ class SharedWorld:
             "prompt_tokens": PREAMBLE + args.k * args.chunk_tokens + QUESTION, "zipf": args.zipf,
             "codec": args.codec, "pages": args.pages, "pool_gib": args.pool_gib,
             "kv_bytes_per_token": self.token_bytes,
-            "strategy": "weave, rows not weighed by cost; drift in the prompt alone where shared",
+            "strategy": "weave, rows not weighed by cost",
         }  # fmt: skip
 
     def stream(self, count: int, seed: int, k: int | None = None) -> list[list[int]]:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.lifecycle import Lifecycle
 from kvweave.engine.request import EngineRequest
@@ -16,11 +18,19 @@ from kvweave.model.load import load_decoder
 from kvweave.types import ChunkId
 from worlds.engine import SMALL, alone, ids, plain, until, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
-from worlds.tiny_models import make_model_folder
+from worlds.tiny_models import YARN, make_model_folder
 
 SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "fusionrag-code", "epic", "random"]
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
+
+
+def thoughts(world: World, cfg: EngineConfig, request: EngineRequest) -> Tensor:
+    """Probabilities of every token of an answer."""
+    with Engine(world.decoder, cfg) as engine:
+        ticket = engine.submit(request)
+        answer(ticket)
+    return torch.stack(ticket.distributions).exp()
 
 
 def resident(engine: Engine) -> int:
@@ -64,16 +74,25 @@ def test_what_the_model_thinks_is_the_same_in_every_precision(
     request = world.request(LONG, "weave", 0.3)
     request = replace(request, forced=ids(random.Random(1), 6), watched=6)
     close = {"float32": 1e-4, "bfloat16": 0.25, "float16": 0.05}[dtype]
-    found = []
-    for cfg in (SMALL, SHARED, SHARED):
-        with Engine(decoder, cfg) as engine:
-            ticket = engine.submit(request)
-            answer(ticket)
-            found.append(torch.stack(ticket.distributions).exp())
+    copied, first = (thoughts(world, cfg, request) for cfg in (SMALL, SHARED))
     world.store.close()
-    copied, first, _ = found
     assert (first - copied).abs().max() < close
     assert (first - copied).abs().mean() < close / 50
+
+
+def test_channels_that_do_not_turn_have_no_part_in_yarn(tmp_path: Path) -> None:
+    folder = make_model_folder(
+        tmp_path, "llama", max_position_embeddings=512,
+        rope_parameters={**YARN, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    decoder = load_decoder(folder, device="cpu", dtype="float32")
+    assert decoder.spec.rope.rotary_dim < decoder.spec.head_dim
+    world = World(decoder, tmp_path / "kv")
+    request = world.request(LONG, "weave", 0.3)
+    request = replace(request, forced=ids(random.Random(1), 6), watched=6)
+    copied, shared = (thoughts(world, cfg, request) for cfg in (SMALL, SHARED))
+    world.store.close()
+    assert (shared - copied).abs().max() < 1e-4
 
 
 def test_drift_moves_what_a_request_sees_as_it_does_in_a_copy(world: World) -> None:
@@ -100,7 +119,7 @@ def test_drift_moves_what_a_request_sees_as_it_does_in_a_copy(world: World) -> N
 def test_a_chunk_too_long_to_be_shifted_where_it_lies_is_copied(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvweave.engine.page_manager.MOST_PLACES", len(CHUNKS[2]) - 1)
+    monkeypatch.setattr("kvweave.engine.chunk_pages.MOST_PLACES", len(CHUNKS[2]) - 1)
     long, short = (
         world.request([CHUNKS[0], each], "weave", 0.3) for each in (CHUNKS[2], CHUNKS[0])
     )

@@ -1,6 +1,7 @@
 """What is compiled and recorded in idle time, without a device: who holds which pages, and when."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ def make_warm_up(decoder: Decoder) -> tuple[WarmUp, PageAllocator]:
     """As on a GPU."""
     pool = make_pool(for_device(SMALL, "cpu"), decoder)
     allocator = PageAllocator(pool.num_pages)
-    warm_up = WarmUp(decoder, pool, allocator, Runner(decoder))
+    warm_up = WarmUp(decoder, pool, allocator, Runner(decoder), shares=True)
     assert warm_up.is_over, "off a GPU there is nothing to compile"
     assert warm_up.due_s is None
-    warm_up._left = [(rows, 0) for rows in ROWS] + [(rows, 200 - rows) for rows in ROWS]
+    sorts = [(rows, 0) for rows in ROWS] + [(rows, 200 - rows) for rows in ROWS]
+    warm_up._left = [partial(warm_up._compile, *sort) for sort in sorts]
+    warm_up._left += [partial(warm_up._compile_shared, shifted=each) for each in (False, True)]
     warm_up._at_rest = False
     return warm_up, allocator
 
@@ -53,7 +56,7 @@ def test_passes_take_pages_that_nobody_has_and_give_them_back(decoder: Decoder) 
     while not warm_up.is_over:
         assert warm_up.step()
         steps += 1
-    assert steps == 2 * len(ROWS)
+    assert steps == 2 * len(ROWS) + 2
     assert not warm_up.step(), "nothing is recorded on a CPU"
     assert allocator.num_used == 3
     allocator.check_integrity()

@@ -22,6 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.engine.pages import PageAllocator
+from kvweave.engine.request import FusedPart
+from kvweave.fuse.prefill import can_share
+from kvweave.kernels.shifted import MOST_PLACES
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
@@ -29,6 +32,19 @@ from kvweave.types import ChunkId
 POLICY = "pgdsf"  # as the knowledge tree's
 REMEMBERED = 1 << 16  # chunks whose use is known after they left
 Name = tuple[str, ChunkKey]  # tenant, chunk
+
+
+def can_read_shared(part: FusedPart, num_layers: int) -> bool:
+    """Whether a request can read its chunks from pages that others read too."""
+    if shifts_chunks(part) and any(len(c.token_ids) > MOST_PLACES for c in part.chunks):
+        return False  # one of them could not be shifted where it lies
+    return can_share(part.strategy, num_layers)
+
+
+def shifts_chunks(part: FusedPart) -> bool:
+    """Whether what a request does not recompute of its chunks may be moved by what it does."""
+    strategy = part.strategy
+    return bool(strategy.drift) and strategy.selector is not None and 0 < part.ratio < 1
 
 
 class WantedChunk(NamedTuple):

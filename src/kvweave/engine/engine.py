@@ -81,7 +81,9 @@ class Engine:
         self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks, decoder.turn)
         self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
-        self._warm_up = WarmUp(decoder, pool, self._allocator, runner)
+        self._warm_up = WarmUp(
+            decoder, pool, self._allocator, runner, shares=bool(self.cfg.share_chunks)
+        )
         self._lifecycle = Lifecycle(
             decoder,
             self._scheduler,

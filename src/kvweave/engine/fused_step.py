@@ -15,9 +15,9 @@ Its rows are approximate from the first reused chunk on, and nothing of that is 
 tree; chunks in front that are computed behind exact ones are (`EngineSequence.num_exact_parts`).
 
 Where chunks are shared (`chunk_pages.py`) its pages hold what it computes, and the chunks lie where
-all requests read them. What it recomputes of them is then computed in one step: what drift moves
-exists in the scratch memory of that step alone. One that recomputes nothing has nothing to stitch
-either, once its chunks are filled: its rows join the common steps at once.
+all requests read them. What it recomputes of them is then computed in one step, in scratch memory
+that drift moves; for the answer, rows of its own say by how much. One that recomputes nothing has
+nothing to stitch either, once its chunks are filled: its rows join the common steps at once.
 """
 
 import time
@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvweave.engine.chunk_pages import ChunkPages
+from kvweave.engine.chunk_pages import ChunkPages, can_read_shared
 from kvweave.engine.chunk_room import ChunkRoom
 from kvweave.engine.inbox import Outbox
 from kvweave.engine.prefixes import ExactPrefixes
@@ -39,7 +39,6 @@ from kvweave.fuse.prefill import (
     Prefilled,
     PromptFrame,
     StoredPrompt,
-    can_share,
     named_kv,
     prober_of,
 )
@@ -144,7 +143,7 @@ class ChunkLoader:
         """Chunks of a request that it would find in shared pages now."""
         if self._chunks is None or sequence.copies:
             return set()
-        if not can_share(part.strategy, self._num_layers):
+        if not can_read_shared(part, self._num_layers):
             return set()
         keys = {key for chunk in part.chunks for key in (chunk.key, chunk.exact_key)}
         return self._chunks.holds(sequence.request.namespace, keys)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.engine.chunk_pages import ChunkPages, WantedChunk
+from kvweave.engine.chunk_pages import ChunkPages, WantedChunk, can_read_shared, shifts_chunks
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
@@ -15,11 +15,10 @@ from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.unsound import is_unsound_chunk
 from kvweave.errors import ConfigError
-from kvweave.fuse.prefill import can_share, named_kv
+from kvweave.fuse.prefill import named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
-from kvweave.kernels.shifted import MOST_PLACES
 from kvweave.kv.config import GIB
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.chunk_codes import key_lifts, scale_bytes
@@ -228,9 +227,7 @@ class PageManager:
         part = sequence.request.fused
         if part is None or self._chunks is None or sequence.copies:
             return False
-        if part.strategy.drift and any(len(c.token_ids) > MOST_PLACES for c in part.chunks):
-            return False  # it could not be shifted where it lies
-        return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
+        return sequence.progress.own_step and can_read_shared(part, len(self._pool.keys))
 
     def _admit_segmented(self, sequence: EngineSequence) -> bool:
         """A fused request whose chunks lie in shared pages: what the tree has is read where it
@@ -243,7 +240,7 @@ class PageManager:
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
         count = -(-(sequence.progress.known - num_shared) // page) - whole
-        num_shifts = -(-len(wanted) // page) if _shifts(part) else 0
+        num_shifts = -(-len(wanted) // page) if shifts_chunks(part) else 0
         shared = chunks.hold(tenant, wanted)  # before others make room
         lacking = chunks.missing_pages(tenant, wanted)
         if not self._make_free(count + num_shifts + lacking + len(self._holding)):
@@ -388,9 +385,3 @@ class PageManager:
 
     def _make_free(self, count: int) -> bool:
         return self._prefixes.reclaim(lambda: self._allocator.num_free >= count)
-
-
-def _shifts(part: FusedPart) -> bool:
-    """Whether what a request does not recompute of its chunks may be moved by what it does."""
-    strategy = part.strategy
-    return bool(strategy.drift) and strategy.selector is not None and 0 < part.ratio < 1

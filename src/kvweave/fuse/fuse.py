@@ -96,10 +96,10 @@ def order_fusion(
         drift=mover,
         mask=strategy.mask,
     )
-    if mover is not None:
-        stitched.keep_shifts(mover.shifts)
     # on its way before the device is waited for
     best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None
+    if mover is not None:
+        stitched.keep_shifts(mover.shifts)
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     ordered = OrderedFusion(
         stitched,

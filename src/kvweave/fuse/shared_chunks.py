@@ -233,11 +233,13 @@ class SharedChunks:
         keys.index_copy_(1, slots, by[:, 0].to(keys.dtype))
         values.index_copy_(1, slots, by[:, 1].to(values.dtype))
 
-    @property
+    @cached_property
     def _key_factor(self) -> Tensor:
-        """[1] that YaRN multiplies keys with, where they are turned."""
+        """[D] that YaRN multiplies the channels of keys with, where they are turned."""
         nowhere = torch.zeros(1, dtype=torch.int64, device=self._decoder.device)
-        return self._decoder.angles(nowhere).cos.flatten()[:1]
+        turning = self._decoder.angles(nowhere).cos.flatten().float()
+        still = turning.new_ones(self._decoder.spec.head_dim - 2 * len(turning))
+        return torch.cat([turning, turning, still])
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
         self._fill(layer)

@@ -30,7 +30,7 @@ from kvweave.kernels.types import SharedChunk
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
-FEW_LONG, MASKED_TOKENS = 4, 16384  # sequences of full length, or tokens of each: in chunks that
+FEW_LONG, MASKED_TOKENS = 8, 32768  # sequences of full length, or tokens of each: in chunks that
 # have replaced rows, where chunks are shifted. A batch with more is decoded without a recording
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
@@ -118,6 +118,11 @@ class SegmentTables:
     def rows(self) -> Tensor:
         return self.on_device["rows"]
 
+    def take_arrays(self, other: "SegmentTables") -> None:
+        """What tables of the same shape have found out about chunks need not be found again."""
+        if (other.shape, other.tiling.row_keys) == (self.shape, self.tiling.row_keys):
+            self._arrays = other._arrays
+
     def hold(self, chunks: Sequence[Sequence[SharedChunk]]) -> bool:
         """Row r looks at chunks[r], whole; an object that was given before is not looked into
         again. False: there is no room, and nothing has changed. Does not wait for the device."""
@@ -131,10 +136,11 @@ class SegmentTables:
                 arrays[number] = known or ChunkArrays(each, self.tiling.row_keys)
         of_rows = [arrays.get(number) for number in held]
         of_rows += [None] * (self.num_rows - len(of_rows))
+        self._arrays = arrays  # also of those that are refused: they come again
         sharing = Sharing(of_rows, self.tiling)
         if not sharing.fits(self.room):
             return False
-        self._arrays, self._held, self._sharing = arrays, held, sharing
+        self._held, self._sharing = held, sharing
         pairs = np.full((self.room.pairs, 4), -1, dtype=np.int32)  # the rest are none
         pairs[: len(sharing.pairs), :3] = sharing.pairs
         pairs[: len(sharing.pairs), 3] = sharing.pair_cells

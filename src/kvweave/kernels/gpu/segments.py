@@ -223,7 +223,8 @@ def attend_segments(
     if _cache.made is None or _cache.key != key:
         moved = any(chunk.shift is not None for each in rows for chunk in each.chunks)
         shape = shape._replace(shifted=moved)
-        tables = _tables_for(positions, ranks, rows, shape, q.device)
+        known = None if _cache.made is None else _cache.made[0]
+        tables = _tables_for(positions, ranks, rows, shape, q.device, known)
         _cache.key, _cache.kept = key, (rows, ranks)
         _cache.made = tables, begin_step(tables, turn)
     tables, step = _cache.made
@@ -236,8 +237,10 @@ def _tables_for(
     rows: Sequence[SegmentedRows],
     shape: SegmentShape,
     device: torch.device,
+    known: SegmentTables | None,
 ) -> SegmentTables:
-    """Tables in which every row stands by itself, those of one sequence share its chunks."""
+    """Tables in which every row stands by itself, those of one sequence share its chunks. `known`
+    are the last step's."""
     at, own_keys = positions.tolist(), [rank + 1 for rank in ranks.tolist()]
     chunks: list[Sequence[SharedChunk]] = []
     pages: list[Sequence[int]] = []
@@ -257,6 +260,8 @@ def _tables_for(
         own_pages=sum(map(len, pages)),
     )
     tables = SegmentTables(len(chunks), room, shape, device)
+    if known is not None:
+        tables.take_arrays(known)
     assert tables.hold(chunks), "tables were made for these chunks"
     tables.update(own_keys, pages)
     return tables
