@@ -210,6 +210,7 @@ def test_queries_are_turned_to_their_places_on_the_way(shifted: float) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs are CUDA's")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_attention_by_host_ranks_refuses_to_be_recorded() -> None:
     world = make_batch(Heads(), 16, 2, 40, 0.2)
     at, ranks, rows = world.batch(world.last_rows())

@@ -5,8 +5,8 @@
 
 A pass over shared chunks is ordered and not waited for. While the device is at it the next prompt
 gets as far as having its rows scored, and a common step of all others is ordered; then the first
-token is handed out. Taken one after the other they leave a device idle for a quarter of the time
-(`bench/gpu/idle.py`): while rows are chosen, tokens handed out and the next one prepared.
+token is handed out. Taken one after the other they leave a device idle for nearly a quarter of the
+time (`bench/gpu/idle.py`): while rows are chosen, tokens handed out and the next one prepared.
 """
 
 from collections.abc import Callable

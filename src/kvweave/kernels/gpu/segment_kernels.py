@@ -56,15 +56,15 @@ def turn_queries(
             tl.store(out_at + d[None, :], x, rest)
 
 
-@triton.jit(do_not_specialize=["num_columns"])
+@triton.jit(do_not_specialize=["num_words"])
 def add_shifts(
-    added_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, pairs_ptr, shifts_ptr, lift_ptr, num_columns,
+    added_ptr, q_ptr, k_ptr, cos_ptr, sin_ptr, pairs_ptr, shifts_ptr, lift_ptr, num_words,
     k_row, k_head,
     HQ: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     LIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the shift of a pair's chunk adds to the scores of its query [HQ, num_columns], from the
+    """What the shift of a pair's chunk adds to the scores of its query [HQ, 32 num_words], from the
     column of its first mask bit on: products with cosines and sines of the places [.., HALF]. The
     query is turned; LIFTED: what it was multiplied by is taken back."""
     pair = tl.program_id(0)
@@ -96,7 +96,7 @@ def add_shifts(
                 by = by / tl.load(lift_ptr + (h // G)[:, None] * D + d[None, :], rest, other=1.0)
             still = tl.sum(q * by, 1)
         column = tl.load(pairs_ptr + pair * 4 + 2).to(tl.int64) * 32
-        to = added_ptr + h.to(tl.int64)[:, None] * num_columns + column
+        to = added_ptr + h.to(tl.int64)[:, None] * num_words * 32 + column
         for first in range(0, num, BLOCK_N):
             at = first + n
             there = (at < num)[:, None] & (j < HALF)[None, :]
@@ -108,14 +108,37 @@ def add_shifts(
 
 
 @triton.jit
-def _added_by_row(
-    b, head, at, j, added_ptr, num_columns, columns_ptr, G: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def _columns_by_row(b, end, j, columns_ptr, BLOCK_N: tl.constexpr):
+    """Where that is what shifts add to the scores of block b; -1: nowhere, or there is no block."""
+    return tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j, b < end, other=-1)
+
+
+@triton.jit
+def _added_by_row(column, head, at, added_ptr, num_words, G: tl.constexpr):
     """What shifts add to the scores of a block by row [M, N]."""
-    column = tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
-    of_head = (head * G + at)[:, None] * num_columns
+    of_head = (head * G + at)[:, None] * (num_words * 32)
     live = (at < G)[:, None] & (column >= 0)[None, :]
-    return tl.load(added_ptr + (of_head + column[None, :]), live, other=0.0).to(tl.float32)
+    return tl.load(added_ptr + (of_head + column[None, :]), live, other=0.0)
+
+
+@triton.jit
+def _pair_by_row(b, end, blocks_ptr):
+    """The pair of block b; the first, which is shifted by nothing, if there is no such block."""
+    return tl.load(blocks_ptr + b * 4 + 2, b < end, other=0)
+
+
+@triton.jit
+def _value_shift(slot, v_ptr, v_row, d, D: tl.constexpr):
+    """By how much the values of a chunk are shifted, whose shift lies at `slot`, channels d."""
+    at = v_ptr + slot.to(tl.int64) * v_row + d
+    return tl.load(at, (d < D) & (slot >= 0), other=0.0)
+
+
+@triton.jit
+def _added_by_chunk(added_at, shift, key, num, added_ptr):
+    """What shifts add to the scores of some keys [N] of a tile's `num` [M, N]."""
+    live = (shift >= 0)[:, None] & (key < num)[None, :]
+    return tl.load(added_ptr + (added_at[:, None] + key[None, :]), live, other=0.0)
 
 
 @triton.jit
@@ -130,7 +153,7 @@ def _weigh(s, v, by, acc, m, total, scale, SHIFTED: tl.constexpr, PRECISION: tl.
     total = total * alpha + share
     acc = acc * alpha[:, None]
     if SHIFTED:
-        acc += share[:, None] * by[None, :]
+        acc += share[:, None] * by.to(tl.float32)[None, :]
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, m_new, total
 
@@ -229,7 +252,7 @@ def place_keys(
 
 @triton.jit
 def _by_row(
-    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
+    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
     pieces_ptr, blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHIFTED: tl.constexpr,
@@ -249,6 +272,19 @@ def _by_row(
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    column = j
+    added = j
+    by = d
+    shift = b0
+    later = b0
+    if SHIFTED:  # a block ahead, and where it lies two or three: nothing is waited for
+        column = _columns_by_row(b0, b1, j, columns_ptr, BLOCK_N)
+        added = _added_by_row(column, head, at, added_ptr, num_words, G)
+        column = _columns_by_row(b0 + 1, b1, j, columns_ptr, BLOCK_N)
+        shift = tl.load(shifts_ptr + _pair_by_row(b0, b1, blocks_ptr) * 2)
+        by = _value_shift(shift, v_ptr + head * v_head, v_row, d, D)
+        shift = tl.load(shifts_ptr + _pair_by_row(b0 + 1, b1, blocks_ptr) * 2)
+        later = _pair_by_row(b0 + 2, b1, blocks_ptr)
     for b in tl.range(b0, b1, num_stages=STAGES):
         slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
         pair = tl.load(blocks_ptr + b * 4 + 2)
@@ -259,14 +295,15 @@ def _by_row(
         q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SHIFTED:
-            s += _added_by_row(b, head, at, j, added_ptr, num_columns, columns_ptr, G, BLOCK_N)
+            s += added.to(tl.float32)
+            added = _added_by_row(column, head, at, added_ptr, num_words, G)
+            column = _columns_by_row(b + 2, b1, j, columns_ptr, BLOCK_N)
         s = tl.where(there[None, :], s, HIDDEN)
-        by = d
-        if SHIFTED:
-            shift = tl.load(shifts_ptr + pair * 2)
-            by_at = v_ptr + head * v_head + shift.to(tl.int64) * v_row + d
-            by = tl.load(by_at, (d < D) & (shift >= 0), other=0.0).to(tl.float32)
         acc, m, total = _weigh(s, v, by, acc, m, total, scale, SHIFTED, PRECISION)
+        if SHIFTED:
+            by = _value_shift(shift, v_ptr + head * v_head, v_row, d, D)
+            shift = tl.load(shifts_ptr + later * 2)
+            later = _pair_by_row(b + 3, b1, blocks_ptr)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
@@ -275,7 +312,7 @@ def _by_row(
 
 @triton.jit
 def _by_row_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_columns, columns_ptr,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_words, columns_ptr,
     shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
@@ -296,6 +333,22 @@ def _by_row_codes(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     acc1 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    column = j
+    added = j
+    by0 = c
+    by1 = c
+    shift = b0
+    later = b0
+    own_v = own_v_ptr + head * v_head
+    if SHIFTED:
+        column = _columns_by_row(b0, b1, j, columns_ptr, BLOCK_N)
+        added = _added_by_row(column, head, at, added_ptr, num_words, G)
+        column = _columns_by_row(b0 + 1, b1, j, columns_ptr, BLOCK_N)
+        shift = tl.load(shifts_ptr + _pair_by_row(b0, b1, blocks_ptr) * 2)
+        by0 = _value_shift(shift, own_v, v_row, c, C)
+        by1 = _value_shift(shift, own_v + C, v_row, c, C)
+        shift = tl.load(shifts_ptr + _pair_by_row(b0 + 1, b1, blocks_ptr) * 2)
+        later = _pair_by_row(b0 + 2, b1, blocks_ptr)
     for b in tl.range(b0, b1, num_stages=STAGES):
         slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
         pair = tl.load(blocks_ptr + b * 4 + 2)
@@ -311,7 +364,9 @@ def _by_row_codes(
         k_scale, v_scale = code_scales(both)
         s = s * k_scale[None, :]
         if SHIFTED:
-            s += _added_by_row(b, head, at, j, added_ptr, num_columns, columns_ptr, G, BLOCK_N)
+            s += added.to(tl.float32)
+            added = _added_by_row(column, head, at, added_ptr, num_words, G)
+            column = _columns_by_row(b + 2, b1, j, columns_ptr, BLOCK_N)
         s = tl.where(there[None, :], s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
@@ -322,13 +377,12 @@ def _by_row_codes(
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         if SHIFTED:  # shifts lie as own rows do
-            shift = tl.load(shifts_ptr + pair * 2)
-            by_at = own_v_ptr + head * v_head + shift.to(tl.int64) * v_row + c
-            is_shifted = (c < C) & (shift >= 0)
-            by0 = tl.load(by_at, is_shifted, other=0.0).to(tl.float32)
-            by1 = tl.load(by_at + C, is_shifted, other=0.0).to(tl.float32)
-            acc0 += share[:, None] * by0[None, :]
-            acc1 += share[:, None] * by1[None, :]
+            acc0 += share[:, None] * by0.to(tl.float32)[None, :]
+            acc1 += share[:, None] * by1.to(tl.float32)[None, :]
+            by0 = _value_shift(shift, own_v, v_row, c, C)
+            by1 = _value_shift(shift, own_v + C, v_row, c, C)
+            shift = tl.load(shifts_ptr + later * 2)
+            later = _pair_by_row(b + 3, b1, blocks_ptr)
         p = (p * v_scale[None, :]).to(DTYPE)
         acc0 = tl.dot(p, low_codes(v, DTYPE), acc0, input_precision=PRECISION)
         acc1 = tl.dot(p, high_codes(v, DTYPE), acc1, input_precision=PRECISION)
@@ -343,7 +397,7 @@ def _by_row_codes(
 
 @triton.jit
 def _by_chunk(
-    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
+    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
     pairs_ptr, pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
@@ -365,10 +419,13 @@ def _by_chunk(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
     shift = mask
-    added_at = (head * G + at % G) * num_columns
+    added_at = (head * G + at % G) * (num_words * 32)
     if SHIFTED:
         shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
         added_at += (mask + word0) * 32
+    added = at
+    if SHIFTED:  # a block ahead
+        added = _added_by_chunk(added_at, shift, j, num, added_ptr)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -382,9 +439,8 @@ def _by_chunk(
         v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SHIFTED:
-            is_shifted = (shift >= 0)[:, None] & there[None, :]
-            column = added_at[:, None] + (key0 + j)[None, :]
-            s += tl.load(added_ptr + column, is_shifted, other=0.0)
+            s += added.to(tl.float32)
+            added = _added_by_chunk(added_at, shift, key0 + BLOCK_N + j, num, added_ptr)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
             gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -406,7 +462,7 @@ def _by_chunk(
 
 @triton.jit
 def _by_chunk_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_words, shifts_ptr, part_ptr,
     lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
@@ -432,10 +488,13 @@ def _by_chunk_codes(
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
     shift = mask
-    added_at = (head * G + at % G) * num_columns
+    added_at = (head * G + at % G) * (num_words * 32)
     if SHIFTED:
         shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
         added_at += (mask + word0) * 32
+    added = at
+    if SHIFTED:  # a block ahead
+        added = _added_by_chunk(added_at, shift, j, num, added_ptr)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
@@ -458,9 +517,8 @@ def _by_chunk_codes(
         gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
         s = s * k_scale[None, :]
         if SHIFTED:
-            is_shifted = (shift >= 0)[:, None] & there[None, :]
-            column = added_at[:, None] + (key0 + j)[None, :]
-            s += tl.load(added_ptr + column, is_shifted, other=0.0)
+            s += added.to(tl.float32)
+            added = _added_by_chunk(added_at, shift, key0 + BLOCK_N + j, num, added_ptr)
         s = tl.where(there[None, :] & ((gone & 1) == 0), s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
@@ -481,9 +539,9 @@ def _by_chunk_codes(
     tl.store(lse_ptr + part, m + tl.log2(total), here)
 
 
-@triton.jit(do_not_specialize=["first_cell", "num_columns"])
+@triton.jit(do_not_specialize=["first_cell", "num_words"])
 def attend_cells(
-    q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
     pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr,
     first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -496,23 +554,23 @@ def attend_cells(
     if tl.program_id(0) < num_walkers:
         for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                unit, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, shifts_ptr, part_ptr, lse_ptr,
+                unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, shifts_ptr, part_ptr, lse_ptr,
                 tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
                 k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
     else:
         _by_row(
-            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, added_ptr, num_columns,
+            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, added_ptr, num_words,
             columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
             k_row, k_head, v_row, v_head,
             G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_cell", "num_columns"])
+@triton.jit(do_not_specialize=["first_cell", "num_words"])
 def attend_code_cells(
-    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, added_ptr, num_columns, columns_ptr,
+    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, added_ptr, num_words, columns_ptr,
     shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr,
     pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -528,7 +586,7 @@ def attend_code_cells(
         first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
         for unit in range(first, num_units, walking):
             _by_chunk_codes(
-                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_columns,
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_words,
                 shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
                 first_cell, scale, v_row, v_head,
                 G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
@@ -537,14 +595,14 @@ def attend_code_cells(
         mine = tl.program_id(0) - num_walkers
         if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
             _by_row_codes(
-                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_columns,
+                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_words,
                 columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
                 scale, v_row, v_head,
                 G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
         else:
             _by_row(
-                mine, q_ptr, k_ptr, v_ptr, added_ptr, num_columns, columns_ptr, shifts_ptr,
+                mine, q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr,
                 part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
                 k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,

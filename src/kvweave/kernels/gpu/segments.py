@@ -104,13 +104,13 @@ def attend_tables(
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
-    added, num_columns = turned, 0  # not looked at
+    added, num_words = turned, 0  # not looked at
     if step.places is not None:
         lift = None if coded is None else coded.lift
         added = _added(turned, tables, step.places, key_pages, lift)
-        num_columns = added.shape[1]
+        num_words = len(on["words"])
     where = (
-        added, num_columns, step.columns, on["shifts"], part, lse, on["pieces"], on["blocks"],
+        added, num_words, step.columns, on["shifts"], part, lse, on["pieces"], on["blocks"],
         step.slots, on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
         tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
         *row_strides(key_pages), *row_strides(value_pages),
@@ -169,7 +169,7 @@ def _added(
     block_h = max(16, min(TURN_HEADS, triton.next_power_of_2(heads)))
     add_shifts[pairs, triton.cdiv(heads, block_h)](
         added, turned, key_pages, *places, on["pairs"], on["shifts"],
-        places.cos if lift is None else lift, added.shape[1], *row_strides(key_pages),
+        places.cos if lift is None else lift, len(on["words"]), *row_strides(key_pages),
         HQ=heads, G=heads // tables.shape.num_kv_heads, D=head_dim, HALF=half,
         BLOCK_HALF=max(16, triton.next_power_of_2(half)),
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, BLOCK_N=SHIFT_KEYS,
