@@ -109,7 +109,7 @@ def add_shifts(
 
 @triton.jit
 def _columns_by_row(b, end, j, columns_ptr, BLOCK_N: tl.constexpr):
-    """Where that is what shifts add to the scores of block b; -1: nowhere, or there is no block."""
+    """The columns of what shifts add to the scores of block b [N]; -1: nothing, or no block."""
     return tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j, b < end, other=-1)
 
 
@@ -136,7 +136,7 @@ def _value_shift(slot, v_ptr, v_row, d, D: tl.constexpr):
 
 @triton.jit
 def _added_by_chunk(added_at, shift, key, num, added_ptr):
-    """What shifts add to the scores of some keys [N] of a tile's `num` [M, N]."""
+    """What shifts add to the scores [M, N] of some of the `num` keys of a tile."""
     live = (shift >= 0)[:, None] & (key < num)[None, :]
     return tl.load(added_ptr + (added_at[:, None] + key[None, :]), live, other=0.0)
 
