@@ -438,3 +438,19 @@ def test_chunks_that_are_deleted_before_their_first_pass_are_the_requests_own(
         assert answer(engine.submit(request)) == want
         assert resident(engine) == 0
         at_rest(engine, world)
+
+
+@pytest.mark.parametrize("pages", [8, 9, 10, 12])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_pool_that_has_room_for_a_copy_alone_gives_that(
+    world: World, pages: int, background: bool
+) -> None:
+    """Also to a request in idle time, which would wait for ever."""
+    request = replace(world.request(list(CHUNKS), "weave", 0.3), background=background)
+    request = replace(request, sampling=replace(request.sampling, max_tokens=1))
+    cfg = replace(SHARED, page_tokens=8, pool_tokens=8 * pages)
+    with Engine(world.decoder, cfg) as engine:
+        ticket = engine.submit(request)
+        until(lambda: ticket.is_done)
+        assert answer(ticket) == world.alone(replace(request, background=False))
+        at_rest(engine, world)

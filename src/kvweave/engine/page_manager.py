@@ -153,7 +153,7 @@ class PageManager:
         if self._reads_chunks(sequence):
             if self._admit_segmented(sequence):
                 return True
-            if self._holding or sequence.progress.background:
+            if self._holding:
                 return False
             # Chunks end inside pages that nobody else fills up: in a pool that one prompt fills,
             # it may have room for a copy alone.
