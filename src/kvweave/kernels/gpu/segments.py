@@ -15,7 +15,8 @@ step begins with one more (`begin_step`), which writes down where each key of ea
 Chunks may lie in 8 bits (`kernels/coded.py`): by chunk, and in pieces of their own by row, codes
 are multiplied as they are, and their scales go into scores and weights.
 
-The kernels are in `segment_kernels.py`; `segment_tables.py` writes the tables.
+The kernels are in `segment_queries.py` and `segment_kernels.py`; `segment_tables.py` writes the
+tables.
 """
 
 import threading
@@ -28,15 +29,9 @@ from torch import Tensor
 
 from kvweave.kernels.gpu.attention import choose, cores
 from kvweave.kernels.gpu.row_plan import stream_of
-from kvweave.kernels.gpu.segment_kernels import (
-    add_shifts,
-    attend_cells,
-    attend_code_cells,
-    merge_cells,
-    place_keys,
-    turn_queries,
-)
+from kvweave.kernels.gpu.segment_kernels import attend_cells, attend_code_cells, merge_cells
 from kvweave.kernels.gpu.segment_plan import WINDOW, Room
+from kvweave.kernels.gpu.segment_queries import add_shifts, place_keys, turn_queries
 from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 from kvweave.kernels.rope import Angles, Turn
