@@ -18,11 +18,17 @@ from kvweave.model.load import load_decoder
 from kvweave.types import ChunkId
 from worlds.engine import SMALL, alone, ids, plain, until, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
+from worlds.mean_drift import move_by_the_mean
 from worlds.tiny_models import YARN, make_model_folder
 
 SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "fusionrag-code", "epic", "random"]
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
+
+
+@pytest.fixture(autouse=True)
+def by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    move_by_the_mean(monkeypatch)
 
 
 def thoughts(world: World, cfg: EngineConfig, request: EngineRequest) -> Tensor:
@@ -114,21 +120,6 @@ def test_drift_moves_what_a_request_sees_as_it_does_in_a_copy(world: World) -> N
     for want, got in zip(copied, shared, strict=True):
         assert torch.allclose(got, want, atol=1e-5)
     assert not torch.allclose(shared[0][1:], shared[1][1:], atol=1e-3)
-
-
-def test_a_chunk_too_long_to_be_shifted_where_it_lies_is_copied(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvweave.engine.chunk_pages.MOST_PLACES", len(CHUNKS[2]) - 1)
-    long, short = (
-        world.request([CHUNKS[0], each], "weave", 0.3) for each in (CHUNKS[2], CHUNKS[0])
-    )
-    assert len(CHUNKS[0]) < len(CHUNKS[2])
-    with Engine(world.decoder, SHARED) as engine:
-        assert answer(engine.submit(long)) == world.alone(long)
-        assert engine.stats()["fused_shared"] == 0
-        assert answer(engine.submit(short)) == world.alone(short)
-        assert engine.stats()["fused_shared"] == 1
 
 
 def make_request(world: World, rng: random.Random) -> EngineRequest:

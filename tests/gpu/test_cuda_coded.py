@@ -109,8 +109,8 @@ def compare(
     """The kernels, and the definition in float64 over the same codes and rounded own rows."""
     at, ranks, rows = world.batch(wanted)
     q = world.queries(at)
-    own = world.key_pages.to(DEVICE, dtype), world.value_pages.to(DEVICE, dtype)
     coded = world.coded(dtype.itemsize, world.lift() if lifted else None)
+    own = world.key_pages.to(DEVICE, dtype), world.value_pages.to(DEVICE, dtype)
 
     def turn(positions: Tensor) -> Angles:
         return Angles(*(x.float() for x in world.turn(positions)))

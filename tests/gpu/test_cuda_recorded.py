@@ -217,7 +217,8 @@ def test_a_played_step_is_one_order(decoder: Decoder) -> None:
 
     def orders(steps: object) -> dict[str, int]:
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=both, acc_events=True) as seen:
             steps.next(0, attended[0])
             torch.cuda.synchronize()
         names = [event.name for event in seen.events()]

@@ -18,6 +18,7 @@ from kvweave.kernels.types import RowMoves
 from kvweave.model.load import load_decoder
 from worlds.engine import SMALL, plain
 from worlds.fused import CHUNKS, World, answer, at_rest
+from worlds.mean_drift import move_by_the_mean
 from worlds.tiny_models import make_model_folder
 
 pytestmark = pytest.mark.gpu
@@ -46,9 +47,10 @@ def thoughts(world: World, cfg: EngineConfig, requests: list[EngineRequest]) -> 
 @pytest.mark.parametrize("variant", ["llama", "qwen2-yarn", "qwen3"])
 @pytest.mark.parametrize("recorded", [0, 64])
 def test_shared_chunks_give_what_copies_give(
-    tmp_path: Path, variant: str, dtype: str, recorded: int
+    tmp_path: Path, variant: str, dtype: str, recorded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone and in a mixed batch; steps played and not."""
+    move_by_the_mean(monkeypatch)
     folder = make_model_folder(tmp_path, variant, max_position_embeddings=512, head_dim=64)
     decoder = load_decoder(folder, device="cuda", dtype=dtype)
     world = World(decoder, tmp_path / "kv")

@@ -67,6 +67,7 @@ class SegmentWorld:
         self._inv_freq = 10_000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
         self._frequencies: dict[torch.device, Tensor] = {}
         self._bank: list[tuple[list[int], Tensor, Tensor]] = []
+        self._shifts: list[int] = []  # slots
 
     def turn(self, positions: Tensor) -> Angles:
         known = self._frequencies.get(positions.device)
@@ -90,12 +91,15 @@ class SegmentWorld:
 
     def coded(self, fold: int, lift: Tensor | None = None) -> CodedPages:
         """The chunks in 8 bits, `fold` times as many tokens to a page: the first pages of each have
-        them all. What nobody wrote has scales that are no numbers."""
+        them all. What nobody wrote has scales that are no numbers. The keys of shifts are divided
+        by `lift` from now on."""
         page, heads = fold * self.page, self.heads
         codes = (self.num_pages, page, heads.kv, heads.dim // 2)
         keys, values = (torch.full(codes, 9999, dtype=torch.int16) for _ in "kv")
         scales = torch.full((self.num_pages, heads.kv, page, 2), torch.nan, dtype=torch.float16)
         made = CodedPages(keys, values, scales, lift)
+        if lift is not None:
+            self.key_pages.flatten(0, 1)[self._shifts] /= lift
         for pages, k, v in self._bank:
             turned = rotate(k, self.turn(torch.arange(len(k))))
             encode_rows_reference(turned, v, _slots(pages, len(k), fold * self.page), made)
@@ -109,6 +113,8 @@ class SegmentWorld:
             here = _slots(pages, len(k), self.page)
             found = decode_rows(coded, there, torch.float64)
             key_pages.flatten(0, 1)[here], value_pages.flatten(0, 1)[here] = found
+        if coded.lift is not None:
+            key_pages.flatten(0, 1)[self._shifts] *= coded.lift
         return key_pages, value_pages
 
     def add_prompt(
@@ -129,8 +135,10 @@ class SegmentWorld:
             k, v, shift = k.clone(), v.clone(), None
             if bool(gone.any()) and self._rng.random() < shifted:
                 by_k, by_v = self._draw(1), self._draw(1)
-                k, v = k + by_k, v + by_v
+                k = k + rotate(by_k.expand_as(k), self.turn(-torch.arange(len(k))))
+                v = v + by_v
                 shift = self._put(by_k, by_v)[0] * self.page
+                self._shifts.append(shift)
             k[gone], v[gone] = self._draw(int(gone.sum())), self._draw(int(gone.sum()))
             held.append(SharedChunk(pages, len(k), at, gone if ratio else None, shift))
             own += [at + int(j) for j in gone.nonzero()]

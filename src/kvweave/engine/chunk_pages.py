@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import FusedPart
 from kvweave.fuse.prefill import can_share
-from kvweave.kernels.shifted import MOST_PLACES
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
@@ -36,8 +35,6 @@ Name = tuple[str, ChunkKey]  # tenant, chunk
 
 def can_read_shared(part: FusedPart, num_layers: int) -> bool:
     """Whether a request can read its chunks from pages that others read too."""
-    if shifts_chunks(part) and any(len(c.token_ids) > MOST_PLACES for c in part.chunks):
-        return False  # one of them could not be shifted where it lies
     return can_share(part.strategy, num_layers)
 
 

@@ -31,6 +31,7 @@ from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded
 from kvweave.kernels.host import on_device
 from kvweave.kernels.relocate import relocate
 from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.shifted import mean_turned
 from kvweave.kernels.types import RowMoves
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -228,10 +229,20 @@ class SharedChunks:
                 layers.copy_(shift.by)
             else:
                 layers[:, :, on_device(at, device)] = shift.by
-        by[:, 0] *= self._key_factor
+        num_tokens = [span.num_tokens for span in spans]
+        by_keys = mean_turned(by[:, 0] * self._key_factor, num_tokens, self._decoder.turn)
+        if self._lift is not None:
+            by_keys /= self._lift
         slots = on_device(torch.from_numpy(self._room.shift_slots(spans)), device)
-        keys.index_copy_(1, slots, by[:, 0].to(keys.dtype))
+        keys.index_copy_(1, slots, by_keys.to(keys.dtype))
         values.index_copy_(1, slots, by[:, 1].to(values.dtype))
+
+    @cached_property
+    def _lift(self) -> Tensor | None:
+        """[layers, 1, Hk, D] that keys are divided by in pages of chunks; None: by nothing."""
+        coded = [self._pool.codes(layer) for layer in range(self._decoder.spec.num_layers)]
+        lifts = [each.lift for each in coded if each is not None and each.lift is not None]
+        return torch.stack(lifts)[:, None] if lifts else None
 
     @cached_property
     def _key_factor(self) -> Tensor:

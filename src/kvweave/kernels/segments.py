@@ -29,7 +29,6 @@ from kvweave.kernels.attention import kernels_fit
 from kvweave.kernels.coded import codes_of, scales_between
 from kvweave.kernels.paged_attention import page_pieces
 from kvweave.kernels.rope import Turn, rotate
-from kvweave.kernels.shifted import place_table, shift_weights
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
 
 # Rows from which on a GPU takes the definition: its kernels are for decode and for a few rows of
@@ -118,10 +117,10 @@ class _SeenPiece(NamedTuple):
 
 
 class _Shifted(NamedTuple):
-    """What a shift makes of a piece of a chunk."""
+    """What a shift adds to all keys of a chunk."""
 
-    scores: Tensor  # [Hk, G * R, N] that it adds
-    values: Tensor  # [Hk, D] that it adds to each
+    scores: Tensor  # [Hk, G * R, 1]
+    values: Tensor  # [Hk, D]
 
 
 class _Seen:
@@ -153,16 +152,14 @@ class _Seen:
             return
         back = turn(torch.full((len(self._q),), -chunk.start, device=self._q.device))
         turned = rotate(self._q.to(back.cos.dtype), back)
-        shifted = places = None
-        if chunk.shift is not None:
-            group, by = self._q.shape[1] // self._kv_heads, self._keys[chunk.shift]
-            by = by.to(turned.dtype).repeat_interleave(group, 0)
-            shifted = self._lined(shift_weights(turned, by, back.cos.shape[-1]))
-            places = place_table(turn, chunk.num_tokens, shifted)
         if self._coded is not None and self._coded.lift is not None:
             group = self._q.shape[1] // self._kv_heads
             turned = turned * self._coded.lift.repeat_interleave(group, 0)
         lined = self._lined(turned.to(self._q.dtype))
+        shifted = None
+        if chunk.shift is not None:
+            scores = torch.matmul(lined, self._keys[chunk.shift].to(lined.dtype)[:, :, None])
+            shifted = _Shifted(scores, self._values[chunk.shift])
         first = 0
         for begin, end in page_pieces(chunk.pages, None, page, seen):
             at, hidden = torch.arange(first, first + end - begin), None
@@ -171,11 +168,7 @@ class _Seen:
             if chunk.replaced is not None:
                 gone = chunk.replaced[first : first + end - begin]
                 hidden = gone.expand(len(self._q), -1) if hidden is None else hidden | gone
-            more = None
-            if chunk.shift is not None and shifted is not None and places is not None:
-                scores = torch.matmul(shifted, places[first : first + end - begin].T)
-                more = _Shifted(scores, self._values[chunk.shift])
-            self._look(lined, slice(begin, end), hidden, self._coded, more)
+            self._look(lined, slice(begin, end), hidden, self._coded, shifted)
             first += end - begin
 
     def output(self) -> Tensor:

@@ -12,60 +12,40 @@ HIDDEN = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _columns_by_row(b, end, j, columns_ptr, BLOCK_N: tl.constexpr):
-    """The columns of what shifts add to the scores of block b [N]; -1: nothing, or no block."""
-    return tl.load(columns_ptr + tl.cast(b, tl.int64) * BLOCK_N + j, b < end, other=-1)
+def _block_shift(b, end, blocks_ptr, slots_ptr, BLOCK_N: tl.constexpr):
+    """The pair of block b by row, and where its shift lies; -1: there is no such block."""
+    pair = tl.load(blocks_ptr + b * 4 + 2, b < end, other=0)
+    shift = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + BLOCK_N - 1, b < end, other=-1)
+    return pair, shift
 
 
 @triton.jit
-def _added_by_row(column, head, at, added_ptr, num_words, G: tl.constexpr):
-    """What shifts add to the scores of a block by row [M, N]."""
-    of_head = (head * G + at)[:, None] * (num_words * 32)
-    live = (at < G)[:, None] & (column >= 0)[None, :]
-    return tl.load(added_ptr + (of_head + column[None, :]), live, other=0.0)
-
-
-@triton.jit
-def _pair_by_row(b, end, blocks_ptr):
-    """The pair of block b; the first, which is shifted by nothing, if there is no such block."""
-    return tl.load(blocks_ptr + b * 4 + 2, b < end, other=0)
-
-
-@triton.jit
-def _value_shift(slot, v_ptr, v_row, d, D: tl.constexpr):
-    """By how much the values of a chunk are shifted, whose shift lies at `slot`, channels d."""
+def _shift(slot, v_ptr, v_row, d, D: tl.constexpr):
+    """By how much the channels d of values are shifted by what lies at `slot`."""
     at = v_ptr + slot.to(tl.int64) * v_row + d
-    return tl.load(at, (d < D) & (slot >= 0), other=0.0)
+    return tl.load(at, (d < D) & (slot >= 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _added_by_chunk(added_at, shift, key, num, added_ptr):
-    """What shifts add to the scores [M, N] of some of the `num` keys of a tile."""
-    live = (shift >= 0)[:, None] & (key < num)[None, :]
-    return tl.load(added_ptr + (added_at[:, None] + key[None, :]), live, other=0.0)
-
-
-@triton.jit
-def _weigh(s, v, by, acc, m, total, scale, SHIFTED: tl.constexpr, PRECISION: tl.constexpr):
+def _weigh(s, v, acc, m, total, scale, SHIFTED: tl.constexpr, PRECISION: tl.constexpr):
     """One block more: scores s [M, N], HIDDEN where a row does not look, and values v [N, D].
-    SHIFTED: all of these by `by` [D]."""
+    SHIFTED: the last value is added to each of the others."""
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
     base = tl.where(m_new == HIDDEN, 0.0, m_new)  # a row that has seen nothing yet
     alpha = tl.exp2(m - base)
     p = tl.exp2(s * scale - base[:, None])
     share = tl.sum(p, 1)
-    total = total * alpha + share
-    acc = acc * alpha[:, None]
     if SHIFTED:
-        acc += share[:, None] * by.to(tl.float32)[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, m_new, total
+        last = tl.arange(0, s.shape[1]) == s.shape[1] - 1
+        p = tl.where(last[None, :], share[:, None], p)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, m_new, total * alpha + share
 
 
 @triton.jit
 def _by_row(
-    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
-    pieces_ptr, blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
+    k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHIFTED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -84,19 +64,6 @@ def _by_row(
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    column = j
-    added = j
-    by = d
-    shift = b0
-    later = b0
-    if SHIFTED:  # a block ahead, and where it lies two or three: nothing is waited for
-        column = _columns_by_row(b0, b1, j, columns_ptr, BLOCK_N)
-        added = _added_by_row(column, head, at, added_ptr, num_words, G)
-        column = _columns_by_row(b0 + 1, b1, j, columns_ptr, BLOCK_N)
-        shift = tl.load(shifts_ptr + _pair_by_row(b0, b1, blocks_ptr) * 2)
-        by = _value_shift(shift, v_ptr + head * v_head, v_row, d, D)
-        shift = tl.load(shifts_ptr + _pair_by_row(b0 + 1, b1, blocks_ptr) * 2)
-        later = _pair_by_row(b0 + 2, b1, blocks_ptr)
     for b in tl.range(b0, b1, num_stages=STAGES):
         slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
         pair = tl.load(blocks_ptr + b * 4 + 2)
@@ -106,16 +73,12 @@ def _by_row(
         v = tl.load(v_base + (slot.to(tl.int64) * v_row)[:, None], live, other=0.0)
         q = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SHIFTED:
-            s += added.to(tl.float32)
-            added = _added_by_row(column, head, at, added_ptr, num_words, G)
-            column = _columns_by_row(b + 2, b1, j, columns_ptr, BLOCK_N)
+        if SHIFTED:  # the last row is no key: what it scores, the others score more
+            last = j == BLOCK_N - 1
+            s += tl.sum(tl.where(last[None, :], s, 0.0), 1)[:, None]
+            there = there & (j < BLOCK_N - 1)
         s = tl.where(there[None, :], s, HIDDEN)
-        acc, m, total = _weigh(s, v, by, acc, m, total, scale, SHIFTED, PRECISION)
-        if SHIFTED:
-            by = _value_shift(shift, v_ptr + head * v_head, v_row, d, D)
-            shift = tl.load(shifts_ptr + later * 2)
-            later = _pair_by_row(b + 3, b1, blocks_ptr)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, SHIFTED, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     part = (cell.to(tl.int64) * HK + head) * G + at
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
@@ -124,8 +87,8 @@ def _by_row(
 
 @triton.jit
 def _by_row_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_words, columns_ptr,
-    shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, more_ptr, part_ptr, lse_ptr, pieces_ptr,
+    blocks_ptr, slots_ptr, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -145,40 +108,37 @@ def _by_row_codes(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc0 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     acc1 = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-    column = j
-    added = j
-    by0 = c
-    by1 = c
-    shift = b0
-    later = b0
     own_v = own_v_ptr + head * v_head
-    if SHIFTED:
-        column = _columns_by_row(b0, b1, j, columns_ptr, BLOCK_N)
-        added = _added_by_row(column, head, at, added_ptr, num_words, G)
-        column = _columns_by_row(b0 + 1, b1, j, columns_ptr, BLOCK_N)
-        shift = tl.load(shifts_ptr + _pair_by_row(b0, b1, blocks_ptr) * 2)
-        by0 = _value_shift(shift, own_v, v_row, c, C)
-        by1 = _value_shift(shift, own_v + C, v_row, c, C)
-        shift = tl.load(shifts_ptr + _pair_by_row(b0 + 1, b1, blocks_ptr) * 2)
-        later = _pair_by_row(b0 + 2, b1, blocks_ptr)
+    more_at = more_ptr + head * G + at
+    more = m
+    by0 = acc0
+    by1 = acc1
+    pair = b0
+    shift = b0
+    if SHIFTED:  # a block ahead, and where it lies two: nothing is waited for
+        pair, shift = _block_shift(b0, b1, blocks_ptr, slots_ptr, BLOCK_N)
+        more = tl.load(more_at + pair * (HK * G), at < G, other=0.0)
+        by0 = _shift(shift, own_v, v_row, c, C)
+        by1 = _shift(shift, own_v + C, v_row, c, C)
+        pair, shift = _block_shift(b0 + 1, b1, blocks_ptr, slots_ptr, BLOCK_N)
     for b in tl.range(b0, b1, num_stages=STAGES):
         slot = tl.load(slots_ptr + tl.cast(b, tl.int64) * BLOCK_N + j)
-        pair = tl.load(blocks_ptr + b * 4 + 2)
+        mine = tl.load(blocks_ptr + b * 4 + 2).to(tl.int64) * (HK * G * D)
         there = slot >= 0
+        if SHIFTED:  # the last is no key
+            there = there & (j < BLOCK_N - 1)
         row = (slot.to(tl.int64) * HK + head) * C
         k = tl.load(k_ptr + row[None, :] + c[:, None], there[None, :] & (c < C)[:, None], 0)
         v = tl.load(v_ptr + row[:, None] + c[None, :], there[:, None] & (c < C)[None, :], 0)
         both = tl.load(scales_ptr + (slot // PAGE * HK + head) * PAGE + slot % PAGE, there, 0)
-        q0 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D), inside, other=0.0)
-        q1 = tl.load(q_at + pair.to(tl.int64) * (HK * G * D) + C, inside, other=0.0)
+        q0 = tl.load(q_at + mine, inside, other=0.0)
+        q1 = tl.load(q_at + mine + C, inside, other=0.0)
         s = tl.dot(q0, low_codes(k, DTYPE), input_precision=PRECISION)
         s = tl.dot(q1, high_codes(k, DTYPE), s, input_precision=PRECISION)
         k_scale, v_scale = code_scales(both)
         s = s * k_scale[None, :]
         if SHIFTED:
-            s += added.to(tl.float32)
-            added = _added_by_row(column, head, at, added_ptr, num_words, G)
-            column = _columns_by_row(b + 2, b1, j, columns_ptr, BLOCK_N)
+            s += more[:, None]
         s = tl.where(there[None, :], s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
@@ -189,12 +149,12 @@ def _by_row_codes(
         acc0 = acc0 * alpha[:, None]
         acc1 = acc1 * alpha[:, None]
         if SHIFTED:  # shifts lie as own rows do
-            acc0 += share[:, None] * by0.to(tl.float32)[None, :]
-            acc1 += share[:, None] * by1.to(tl.float32)[None, :]
-            by0 = _value_shift(shift, own_v, v_row, c, C)
-            by1 = _value_shift(shift, own_v + C, v_row, c, C)
-            shift = tl.load(shifts_ptr + later * 2)
-            later = _pair_by_row(b + 3, b1, blocks_ptr)
+            acc0 += share[:, None] * by0[None, :]
+            acc1 += share[:, None] * by1[None, :]
+            more = tl.load(more_at + pair * (HK * G), at < G, other=0.0)
+            by0 = _shift(shift, own_v, v_row, c, C)
+            by1 = _shift(shift, own_v + C, v_row, c, C)
+            pair, shift = _block_shift(b + 2, b1, blocks_ptr, slots_ptr, BLOCK_N)
         p = (p * v_scale[None, :]).to(DTYPE)
         acc0 = tl.dot(p, low_codes(v, DTYPE), acc0, input_precision=PRECISION)
         acc1 = tl.dot(p, high_codes(v, DTYPE), acc1, input_precision=PRECISION)
@@ -209,8 +169,8 @@ def _by_row_codes(
 
 @triton.jit
 def _by_chunk(
-    unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
-    pairs_ptr, pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr,
+    pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -230,13 +190,6 @@ def _by_chunk(
     q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
-    shift = mask
-    added_at = mask
-    added = at
-    if SHIFTED:  # a block ahead
-        shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
-        added_at = (head * G + at % G) * (num_words * 32) + (mask + word0) * 32
-        added = _added_by_chunk(added_at, shift, j, num, added_ptr)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -249,9 +202,6 @@ def _by_chunk(
         k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
         v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SHIFTED:
-            s += added.to(tl.float32)
-            added = _added_by_chunk(added_at, shift, key0 + BLOCK_N + j, num, added_ptr)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
             gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
@@ -260,21 +210,24 @@ def _by_chunk(
                 bits = tl.load(bits_at, mask >= 0, other=0)
                 gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
             s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
-        acc, m, total = _weigh(s, v, d, acc, m, total, scale, False, PRECISION)
+        acc, m, total = _weigh(s, v, acc, m, total, scale, False, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if SHIFTED:  # weights of a row add up to one
+    lse = m + tl.log2(total)
+    if SHIFTED:  # all scores of a row by the same, so its weights are what they were
+        shift = tl.load(shifts_ptr + pair, here, other=-1)
         by_at = v_ptr + head * v_head + (shift.to(tl.int64) * v_row)[:, None] + d[None, :]
         acc += tl.load(by_at, inside & (shift >= 0)[:, None], other=0.0)
+        lse += tl.load(more_ptr + (pair * HK + head) * G + at % G, here, other=0.0) * scale
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
-    tl.store(lse_ptr + part, m + tl.log2(total), here)
+    tl.store(lse_ptr + part, lse, here)
 
 
 @triton.jit
 def _by_chunk_codes(
-    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, added_ptr, num_words, shifts_ptr, part_ptr,
-    lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale, v_row, v_head,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr,
+    tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
@@ -298,13 +251,6 @@ def _by_chunk_codes(
     q_at = (pair.to(tl.int64) * (HK * G) + head * G + at % G) * D
     q = tl.load(q_ptr + q_at[:, None] + d[None, :], inside, other=0.0)
     mask = tl.load(pairs_ptr + pair * 4 + 2, here, other=-1)
-    shift = mask
-    added_at = mask
-    added = at
-    if SHIFTED:  # a block ahead
-        shift = tl.load(shifts_ptr + pair * 2, here, other=-1)
-        added_at = (head * G + at % G) * (num_words * 32) + (mask + word0) * 32
-        added = _added_by_chunk(added_at, shift, j, num, added_ptr)
     m = tl.full([BLOCK_M], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, 2 * BLOCK_C], tl.float32)
@@ -326,9 +272,6 @@ def _by_chunk_codes(
         k_scale, v_scale = code_scales(both)
         gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
         s = s * k_scale[None, :]
-        if SHIFTED:
-            s += added.to(tl.float32)
-            added = _added_by_chunk(added_at, shift, key0 + BLOCK_N + j, num, added_ptr)
         s = tl.where(there[None, :] & ((gone & 1) == 0), s, HIDDEN)
         m_new = tl.maximum(m, tl.max(s, 1) * scale)
         base = tl.where(m_new == HIDDEN, 0.0, m_new)
@@ -340,20 +283,23 @@ def _by_chunk_codes(
         acc = tl.dot(p, values, acc * alpha[:, None], input_precision=PRECISION)
         m = m_new
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if SHIFTED:  # weights of a row add up to one; shifts lie as own rows do
+    lse = m + tl.log2(total)
+    if SHIFTED:
+        shift = tl.load(shifts_ptr + pair, here, other=-1)
         by_at = own_v_ptr + head * v_head + (shift.to(tl.int64) * v_row)[:, None] + d[None, :]
         acc += tl.load(by_at, inside & (shift >= 0)[:, None], other=0.0)
+        lse += tl.load(more_ptr + (pair * HK + head) * G + at % G, here, other=0.0) * scale
     cell = first_cell + cut + tl.load(pairs_ptr + pair * 4 + 3, here, other=0)
     part = (cell.to(tl.int64) * HK + head) * G + at % G
     tl.store(part_ptr + part[:, None] * D + d[None, :], acc, inside)
-    tl.store(lse_ptr + part, m + tl.log2(total), here)
+    tl.store(lse_ptr + part, lse, here)
 
 
-@triton.jit(do_not_specialize=["first_cell", "num_words"])
+@triton.jit(do_not_specialize=["first_cell"])
 def attend_cells(
-    q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr, part_ptr, lse_ptr,
-    pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr,
-    first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr,
+    slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers,
+    scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
@@ -364,25 +310,23 @@ def attend_cells(
     if tl.program_id(0) < num_walkers:
         for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                unit, q_ptr, k_ptr, v_ptr, added_ptr, num_words, shifts_ptr, part_ptr, lse_ptr,
-                tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
-                k_row, k_head, v_row, v_head,
+                unit, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
+                pairs_ptr, pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
     else:
         _by_row(
-            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, added_ptr, num_words,
-            columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
-            k_row, k_head, v_row, v_head,
+            tl.program_id(0) - num_walkers, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr,
+            blocks_ptr, slots_ptr, scale, k_row, k_head, v_row, v_head,
             G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first_cell", "num_words"])
+@triton.jit(do_not_specialize=["first_cell"])
 def attend_code_cells(
-    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, added_ptr, num_words, columns_ptr,
-    shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr,
-    pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
+    q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, more_ptr, shifts_ptr, part_ptr,
+    lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr,
+    words_ptr, first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
@@ -396,25 +340,23 @@ def attend_code_cells(
         first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
         for unit in range(first, num_units, walking):
             _by_chunk_codes(
-                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_words,
-                shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr,
-                first_cell, scale, v_row, v_head,
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, more_ptr, shifts_ptr,
+                part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
+                v_row, v_head,
                 G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
     else:
         mine = tl.program_id(0) - num_walkers
         if tl.load(pieces_ptr + mine // HK * 4 + 3) > 0:
             _by_row_codes(
-                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, added_ptr, num_words,
-                columns_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
-                scale, v_row, v_head,
+                mine, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, more_ptr, part_ptr,
+                lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale, v_row, v_head,
                 G, HK, D, BLOCK_C, ROW_M, ROW_N, CODE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
         else:
             _by_row(
-                mine, q_ptr, k_ptr, v_ptr, added_ptr, num_words, columns_ptr, shifts_ptr,
-                part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, scale,
-                k_row, k_head, v_row, v_head,
+                mine, q_ptr, k_ptr, v_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr, slots_ptr,
+                scale, k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, ROW_M, ROW_N, ROW_STAGES, SHIFTED, PRECISION,
             )  # fmt: skip
 

@@ -5,8 +5,8 @@ query. Chunks that at least two rows hold are answered *by chunk*: a tile has th
 rows and reads the chunk's pages once for all of them. What one row alone looks at is answered *by
 row*: its own pages and its chunks are one list of blocks, without replaced rows, cut into even
 pieces. Every piece and every row of a tile leaves its answer in a *cell*; those of one row lie side
-by side in both halves, and are merged. A pair may see its chunk shifted (`kernels/shifted.py`):
-what that adds to the scores of a key has the column of the key's mask bit.
+by side in both halves, and are merged. A pair may see its chunk shifted (`kernels/shifted.py`): by
+row, the row of the shift is read as the last one of each block.
 
     cells   | pieces of row 0 | of row 1 | ... || chunks of row 0 | of row 1 | ...
 """
@@ -71,7 +71,7 @@ class ChunkArrays:
     """The chunks of one sequence as arrays, made once."""
 
     def __init__(self, chunks: Sequence[SharedChunk], size: int) -> None:
-        """`size` is that of a block by row."""
+        """`size` is the most keys of a block by row."""
         self.chunks = chunks  # kept: tables are found again by which object this is
         self.names = [(tuple(chunk.pages), chunk.num_tokens) for chunk in chunks]
         self.starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
@@ -83,8 +83,6 @@ class ChunkArrays:
         sizes = [0 if mask is None else len(mask) for mask in masks]
         self.word_at = np.cumsum([0, *sizes])[:-1]  # [chunks] first word of each
         self.word_at[[mask is None for mask in masks]] = NO_MASK
-        # its scores have places by the bits of its mask
-        assert (self.word_at[self.shifts != NO_SHIFT] != NO_MASK).all(), "some rows are replaced"
         # rows that are not replaced, in even blocks of at most `size`: whose chunk's each block is,
         # where it begins, how many such rows it has. It ends within WINDOW rows of its first
         cuts = [_blocks(chunk, size) for chunk in chunks]
@@ -130,7 +128,7 @@ def _words(chunk: SharedChunk) -> Numbers | None:
         return None
     gone = chunk.replaced.numpy()
     assert len(gone) == chunk.num_tokens, f"{len(gone)} mask bits for {chunk.num_tokens} rows"
-    if not gone.any() and chunk.shift is None:
+    if not gone.any():
         return None
     packed = np.zeros(-(-len(gone) // 32) * 4, dtype=np.uint8)
     packed[: -(-len(gone) // 8)] = np.packbits(gone, bitorder="little")
@@ -173,9 +171,8 @@ class Sharing:
         held = np.stack([holder, start, mask], 1)
         self.pairs = np.concatenate([own, held]).astype(np.int32)  # row, start, mask
         shift = _joined([each.shifts for _, each in there])[order]
-        # [pairs, 2] slot of what a chunk is shifted by, and its keys
-        self.shifts = np.full((len(self.pairs), 2), NO_SHIFT, dtype=np.int32)
-        self.shifts[num:, 0], self.shifts[num:, 1] = shift, keys[chunk]
+        self.shifts = np.full(len(self.pairs), NO_SHIFT, dtype=np.int32)  # slots
+        self.shifts[num:] = shift
         holders = np.bincount(chunk, minlength=len(names))
         nth = np.arange(len(chunk)) - (np.cumsum(holders) - holders)[chunk]
         # tiles: first slot, keys, pair, rows, masked

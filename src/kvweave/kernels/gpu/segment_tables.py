@@ -25,13 +25,10 @@ from kvweave.kernels.gpu.segment_plan import (
     Sharing,
 )
 from kvweave.kernels.gpu.tiles import padded
-from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import SharedChunk
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 PIECES = 6  # by row, per multiprocessor: small ones fill the gaps that tiles leave
-FEW_LONG, MASKED_TOKENS = 8, 32768  # sequences of full length, or tokens of each: in chunks that
-# have replaced rows, where chunks are shifted. A batch with more is decoded without a recording
 SLACK = WINDOW // 32 + 1  # mask words that may be read behind the last ones
 
 
@@ -62,6 +59,12 @@ def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     return Launch(max(64, least), 32, 4, 2, 1)
 
 
+def row_keys(shape: SegmentShape) -> int:
+    """The most keys of a block by row."""
+    launch = choose(shape.dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads, 1)
+    return launch.block_n - shape.shifted
+
+
 class SegmentTables:
     """What each of `num_rows` rows looks at. Owned by the thread that launches.
 
@@ -83,7 +86,7 @@ class SegmentTables:
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
         self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
         self.tiling = ChunkTiling(
-            shape.chunk_page, self.by_row.block_n, self.by_chunk.block_n,
+            shape.chunk_page, row_keys(shape), self.by_chunk.block_n,
             self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once, shape.coded,
         )  # fmt: skip
         least = self.tiling.lists * num_rows
@@ -91,7 +94,7 @@ class SegmentTables:
         # held, written by `hold`: counts | pairs | shifts | tiles | row_cells | words | chunk pages
         # moving, written by `update`: step | rows | pieces | row_pieces | blocks, own pages at once
         held = {
-            "counts": (4,), "pairs": (room.pairs, 4), "shifts": (room.pairs, 2),
+            "counts": (4,), "pairs": (room.pairs, 4), "shifts": (room.pairs,),
             "tiles": (room.most_cuts(self.tiling), 8),
             "row_cells": (num_rows, 2), "words": (room.words + SLACK,),
             # own pages are found from here, and a view of nothing has no address
@@ -109,7 +112,6 @@ class SegmentTables:
             name: self._all[start : start + math.prod(shapes[name])].view(shapes[name])
             for name, start in self._starts.items()
         }
-        self.places: Angles | None = None  # of a chunk's tokens; made when first used, and kept
         self._arrays: dict[int, ChunkArrays] = {}
         self._held: tuple[int, ...] = ()
         self._sharing: Sharing | None = None
@@ -145,12 +147,10 @@ class SegmentTables:
         pairs[: len(sharing.pairs), :3] = sharing.pairs
         pairs[: len(sharing.pairs), 3] = sharing.pair_cells
         counts = np.array([len(sharing.pairs), len(sharing.tiles), sharing.num_walkers, 0])
-        shifts = np.full((self.room.pairs, 2), NO_SHIFT, dtype=np.int32)
-        shifts[: len(sharing.shifts)] = sharing.shifts
-        assert self.shape.shifted or (shifts[:, 0] == NO_SHIFT).all(), "tables know no shifts"
+        assert self.shape.shifted or (sharing.shifts == NO_SHIFT).all(), "tables know no shifts"
         self._send("counts", [counts])
         self._send("pairs", [pairs])
-        self._send("shifts", [shifts])
+        self._send("shifts", [sharing.shifts])
         self._send("tiles", [sharing.tiles])
         self._send("row_cells", [sharing.row_cells])
         self._send("words", [sharing.words])
@@ -211,14 +211,10 @@ def room_for_rows(
 ) -> Room:
     """Room for sequences of up to `most_tokens` that hold `num_chunks` together, over a pool of
     `num_pages`."""
-    block = choose(shape.dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads, 1).block_n
-    masked = num_rows * most_tokens
-    if shape.shifted:  # each of these tokens has a score for every head
-        masked = min(masked, max(FEW_LONG * most_tokens, num_rows * MASKED_TOKENS))
     return Room(
         pairs=num_rows + num_chunks,
         chunk_pages=num_pages,
-        words=-(-masked // 32) + num_chunks,
-        blocks=num_rows * (-(-most_tokens // block) + 1) + num_chunks,
+        words=-(-num_rows * most_tokens // 32) + num_chunks,
+        blocks=num_rows * (-(-most_tokens // row_keys(shape)) + 1) + num_chunks,
         own_pages=num_rows * min(num_pages, -(-most_tokens // shape.page)),
     )

@@ -1,10 +1,9 @@
 """Attention over own pages and shared chunks: each chunk is read once for all rows that hold it.
 
-Three launches answer for a layer, and one more where chunks are shifted, over tables of a fixed
-place that a CUDA graph can replay (`segment_plan.py` says what is in them):
+Three launches answer for a layer, over tables of a fixed place that a CUDA graph can replay
+(`segment_plan.py` says what is in them):
 
     turn    every row's query, turned to what the row looks at: own pages, or one of its chunks
-    shift   what scores over chunks get that a sequence sees shifted (`kernels/shifted.py`)
     attend  by row: what one row alone looks at, in even pieces; and
             by chunk: what several rows look at, a tile of their queries over the pages of one chunk
     merge   the answers of each row, by their shares of the softmax
@@ -14,6 +13,10 @@ step begins with one more (`begin_step`), which writes down where each key of ea
 
 Chunks may lie in 8 bits (`kernels/coded.py`): by chunk, and in pieces of their own by row, codes
 are multiplied as they are, and their scales go into scores and weights.
+
+A sequence may see a chunk shifted (`kernels/shifted.py`). By chunk that is added at the end: to the
+share of an answer, and to the answer. By row, the shift is the last row of each block: its score is
+added to those of the others, and its value has the weight of them all.
 
 The kernels are in `segment_queries.py` and `segment_kernels.py`; `segment_tables.py` writes the
 tables.
@@ -27,20 +30,18 @@ import torch
 import triton
 from torch import Tensor
 
-from kvweave.kernels.gpu.attention import choose, cores
+from kvweave.kernels.gpu.attention import cores
 from kvweave.kernels.gpu.row_plan import stream_of
 from kvweave.kernels.gpu.segment_kernels import attend_cells, attend_code_cells, merge_cells
 from kvweave.kernels.gpu.segment_plan import WINDOW, Room
-from kvweave.kernels.gpu.segment_queries import add_shifts, place_keys, turn_queries
-from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables
+from kvweave.kernels.gpu.segment_queries import place_keys, turn_queries
+from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables, row_keys
 from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
 from kvweave.kernels.rope import Angles, Turn
-from kvweave.kernels.shifted import place_angles
 from kvweave.kernels.types import CodedPages, SegmentedRows, SharedChunk
 
 PART_S = 16  # cells that are merged at a time
 TURN_HEADS = 32  # that one program turns
-SHIFT_KEYS = 64  # whose scores are shifted at a time
 CODE_STAGES = 6  # of reading codes by row: half the bytes of a block, so twice as many under way
 
 
@@ -49,8 +50,6 @@ class SegmentStep(NamedTuple):
 
     back: Angles  # [pairs, 1, r/2] float32: how the query of each pair is turned
     slots: Tensor  # [blocks, keys] int32: where keys lie
-    columns: Tensor  # the same of what shifts add to their scores; -1: nothing
-    places: Angles | None  # [MOST_PLACES, r/2] of a chunk's tokens; None: nothing is shifted
 
 
 def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
@@ -59,19 +58,13 @@ def begin_step(tables: SegmentTables, turn: Turn) -> SegmentStep:
     cos, sin = turn(-on["pairs"][:, 1])
     size = tables.by_row.block_n
     slots = torch.empty(max(1, tables.room.blocks), size, dtype=torch.int32, device=device)
-    is_shifted = tables.shape.shifted
-    columns = torch.empty_like(slots) if is_shifted else slots
     place_keys[(min(len(slots), 4 * cores(device)),)](
-        slots, columns, on["step"], on["blocks"], on["pages"], on["words"], on["shifts"],
+        slots, on["step"], on["blocks"], on["pages"], on["words"], on["shifts"],
         tables.num_rows,
         BLOCK_N=size, WINDOW=WINDOW, PAGE=tables.shape.page, CHUNK_PAGE=tables.shape.chunk_page,
-        SHIFTED=is_shifted,
+        SHIFTED=tables.shape.shifted,
     )  # fmt: skip
-    if is_shifted and tables.places is None:
-        made = place_angles(turn, device)
-        tables.places = Angles(made.cos.to(tables.shape.dtype), made.sin.to(tables.shape.dtype))
-    back = Angles(cos.float().contiguous(), sin.float().contiguous())
-    return SegmentStep(back, slots, columns, tables.places)
+    return SegmentStep(Angles(cos.float().contiguous(), sin.float().contiguous()), slots)
 
 
 def attend_tables(
@@ -94,27 +87,23 @@ def attend_tables(
     assert q.stride(-1) == 1, "the channels of a head lie side by side"
     assert shape.coded == (coded is not None), "tables are for chunks that lie otherwise"
     kv_heads = shape.num_kv_heads
-    turned = _turned(q, tables, step.back, at, None if coded is None else coded.lift)
+    lift = None if coded is None else coded.lift
+    turned, more = _turned(q, tables, step.back, at, key_pages, lift)
     cells = (tables.num_pieces + tables.room.most_cells(tables.tiling)) * heads
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
-    added, num_words = turned, 0  # not looked at
-    if step.places is not None:
-        lift = None if coded is None else coded.lift
-        added = _added(turned, tables, step.places, key_pages, lift)
-        num_words = len(on["words"])
     where = (
-        added, num_words, step.columns, on["shifts"], part, lse, on["pieces"], on["blocks"],
-        step.slots, on["tiles"], on["counts"], on["pairs"], on["pages"], on["words"],
-        tables.num_pieces, tables.at_once, head_dim**-0.5 * LOG2_E,
+        more, on["shifts"], part, lse, on["pieces"], on["blocks"], step.slots, on["tiles"],
+        on["counts"], on["pairs"], on["pages"], on["words"], tables.num_pieces,
+        tables.at_once, head_dim**-0.5 * LOG2_E,
         *row_strides(key_pages), *row_strides(value_pages),
     )  # fmt: skip
     sizes = {
         "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
         "ROW_M": row.block_m, "ROW_N": row.block_n, "ROW_STAGES": row.stages,
         "TILE_M": tile.block_m, "TILE_N": tile.block_n, "TILE_STAGES": tile.stages,
-        "PAGE": shape.chunk_page, "SHIFTED": step.places is not None,
+        "PAGE": shape.chunk_page, "SHIFTED": shape.shifted,
         "PRECISION": precision(q), "num_warps": tile.warps,
     }  # fmt: skip
     grid = (tables.at_once + tables.num_pieces * kv_heads,)
@@ -135,42 +124,30 @@ def attend_tables(
 
 
 def _turned(
-    q: Tensor, tables: SegmentTables, back: Angles, at: Angles | None, lift: Tensor | None
-) -> Tensor:
-    """The queries of all pairs [pairs, Hq, D]."""
+    q: Tensor,
+    tables: SegmentTables,
+    back: Angles,
+    at: Angles | None,
+    key_pages: Tensor,
+    lift: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The queries of all pairs [pairs, Hq, D], and what shifts add to their scores [pairs, Hq]."""
     (_, heads, head_dim), half = q.shape, back.cos.shape[-1]
     pairs = tables.room.pairs
     turned = torch.empty(pairs, heads, head_dim, dtype=q.dtype, device=q.device)
+    more = torch.empty(pairs, heads, dtype=torch.float32, device=q.device)
     block_h = min(TURN_HEADS, triton.next_power_of_2(heads))
     placed = back if at is None else Angles(at.cos.contiguous(), at.sin.contiguous())
     turn_queries[pairs, triton.cdiv(heads, block_h)](
-        q, turned, *placed, *back, tables.on_device["pairs"], back.cos if lift is None else lift,
-        *q.stride()[:2], tables.num_rows,
+        q, turned, more, key_pages, *placed, *back, tables.on_device["pairs"],
+        tables.on_device["shifts"], back.cos if lift is None else lift,
+        *q.stride()[:2], *row_strides(key_pages), tables.num_rows,
         HQ=heads, G=heads // tables.shape.num_kv_heads, D=head_dim, HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_H=block_h, PLACED=at is not None, LIFTED=lift is not None, num_warps=4,
+        BLOCK_H=block_h, PLACED=at is not None, LIFTED=lift is not None,
+        SHIFTED=tables.shape.shifted, num_warps=4,
     )  # fmt: skip
-    return turned
-
-
-def _added(
-    turned: Tensor, tables: SegmentTables, places: Angles, key_pages: Tensor, lift: Tensor | None
-) -> Tensor:
-    """What shifts add to scores [Hq, columns]: a column for each bit of a mask."""
-    (pairs, heads, head_dim), half = turned.shape, places.cos.shape[-1]
-    on = tables.on_device
-    added = turned.new_empty(heads, 32 * len(on["words"]))
-    assert added.numel() < 1 << 31, "kernels count in 32 bits here"
-    block_h = max(16, min(TURN_HEADS, triton.next_power_of_2(heads)))
-    add_shifts[pairs, triton.cdiv(heads, block_h)](
-        added, turned, key_pages, *places, on["pairs"], on["shifts"],
-        places.cos if lift is None else lift, len(on["words"]), *row_strides(key_pages),
-        HQ=heads, G=heads // tables.shape.num_kv_heads, D=head_dim, HALF=half,
-        BLOCK_HALF=max(16, triton.next_power_of_2(half)),
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_H=block_h, BLOCK_N=SHIFT_KEYS,
-        LIFTED=lift is not None, PRECISION=precision(turned), num_warps=4,
-    )  # fmt: skip
-    return added
+    return turned, more
 
 
 def row_strides(pages: Tensor) -> tuple[int, int]:
@@ -245,7 +222,7 @@ def _tables_for(
             chunks.append(_visible(sequence.chunks, at[row]))
             pages.append(sequence.own.page_table[: -(-own_keys[row] // shape.page)])
     held = [chunk for each in chunks for chunk in each]
-    block = choose(shape.dtype, shape.head_dim, shape.num_heads // shape.num_kv_heads, 1).block_n
+    block = row_keys(shape)
     room = Room(
         pairs=len(chunks) + len(held),
         chunk_pages=sum(len(chunk.pages) for chunk in held),
