@@ -61,6 +61,10 @@ class FusionDecoder(Protocol):
         """RoPE angles of positions [R] on the device."""
         ...
 
+    def turn(self, positions: Tensor) -> Angles:
+        """The rotation alone, in float32, without YaRN's factor."""
+        ...
+
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [R] to hidden states [R, E]."""
         ...

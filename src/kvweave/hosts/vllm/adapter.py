@@ -41,6 +41,9 @@ class VllmDecoder:
     def angles(self, positions: Tensor) -> Angles:
         return make_angles(positions, self._inv_freq, self.spec.rope.attention_factor, self.dtype)
 
+    def turn(self, positions: Tensor) -> Angles:
+        return make_angles(positions, self._inv_freq, 1.0, torch.float32)
+
     def embed(self, ids: Tensor) -> Tensor:
         hidden: Tensor = self._model.model.embed_tokens(ids)
         return hidden
