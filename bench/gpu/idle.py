@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -81,14 +81,10 @@ def watch(world: SharedWorld, setting: dict[str, Any]) -> dict[str, Any]:
         tickets = crowd(world, engine, 3)
         third = len(tickets) // 3
         wait_for(tickets, third)
+        idle = None
         if world.decoder.device.type == "cuda":
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                wait_for(tickets, third + 2)  # watching begins with a stall
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                wait_for(tickets, 2 * third)
-            idle = idle_share(seen)
-        else:
-            idle = None
+            watched(engine, partial(wait_for, tickets, third + 2))  # it begins with a stall
+            idle = idle_share(watched(engine, partial(wait_for, tickets, 2 * third)))
         for ticket in tickets:
             ticket.wait()
         firsts = sorted(t.timeline.first_token_s or 0.0 for t in crowd_of(world, engine, 4))
@@ -123,6 +119,16 @@ def wait_for(tickets: Sequence[Ticket], count: int) -> None:
     """Until so many of them have begun to answer."""
     while sum(ticket.timeline.first_token_s is not None for ticket in tickets) < count:
         time.sleep(0.002)
+
+
+def watched(engine: Engine, meanwhile: Callable[[], None]) -> profile:
+    """What the device does meanwhile. Begins and ends between two steps: a profiler that ends while
+    another thread gives orders may end the process."""
+    seen = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+    engine.run_alone(seen.start)
+    meanwhile()
+    engine.run_alone(seen.stop)
+    return seen
 
 
 def idle_share(seen: profile) -> float:
