@@ -169,17 +169,18 @@ def _by_row_codes(
 
 @triton.jit
 def _by_chunk(
-    nth, head, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr,
+    unit, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr, pairs_ptr,
     pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A piece of a tile and a KV head; a block has 64 keys at most."""
+    """A tile and a KV head."""
     at = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     j = tl.arange(0, BLOCK_N)
-    tile = tiles_ptr + nth * 8
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
     slot0, num = tl.load(tile), tl.load(tile + 1)
     word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
     members, cut, masked = tl.load(tile + 4), tl.load(tile + 5), tl.load(tile + 6)
@@ -200,15 +201,15 @@ def _by_chunk(
         live = there[:, None] & (d < D)[None, :]
         k = tl.load(k_ptr + head * k_head + (slot * k_row)[:, None] + d[None, :], live, other=0.0)
         v = tl.load(v_ptr + head * v_head + (slot * v_row)[:, None] + d[None, :], live, other=0.0)
-        # here, and for all tiles: so they are under way as early as the keys are
-        word = words_ptr + mask + word0 + key0 // 32
-        bits0 = tl.load(word, mask >= 0, other=0)
-        bits1 = tl.load(word + (BLOCK_N // 32 - 1), mask >= 0, other=0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s = tl.where(there[None, :], s, HIDDEN)
         if masked > 0:
-            gone = tl.where((j < 32)[None, :], bits0[:, None], bits1[:, None]) >> (j % 32)[None, :]
-            s = tl.where((gone & 1) == 0, s, HIDDEN)
+            gone = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+            for w in tl.static_range(BLOCK_N // 32):
+                bits_at = words_ptr + mask + word0 + key0 // 32 + w
+                bits = tl.load(bits_at, mask >= 0, other=0)
+                gone = tl.where((j // 32 == w)[None, :], bits[:, None], gone)
+            s = tl.where(((gone >> (j % 32)[None, :]) & 1) == 0, s, HIDDEN)
         acc, m, total = _weigh(s, v, acc, m, total, scale, False, PRECISION)
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     lse = m + tl.log2(total)
@@ -225,7 +226,7 @@ def _by_chunk(
 
 @triton.jit
 def _by_chunk_codes(
-    nth, head, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr,
+    unit, q_ptr, k_ptr, v_ptr, scales_ptr, own_v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr,
     tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
@@ -236,7 +237,8 @@ def _by_chunk_codes(
     c = tl.arange(0, BLOCK_C)
     x = tl.arange(0, 2 * BLOCK_C)
     j = tl.arange(0, BLOCK_N)
-    tile = tiles_ptr + nth * 8
+    head = unit % HK
+    tile = tiles_ptr + unit // HK * 8
     slot0, num = tl.load(tile), tl.load(tile + 1)
     word0, pair0 = tl.load(tile + 2), tl.load(tile + 3)
     members, cut = tl.load(tile + 4), tl.load(tile + 5)
@@ -296,7 +298,7 @@ def _by_chunk_codes(
 @triton.jit(do_not_specialize=["first_cell"])
 def attend_cells(
     q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, pieces_ptr, blocks_ptr,
-    slots_ptr, tiles_ptr, walks_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers,
+    slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, num_walkers,
     scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROW_M: tl.constexpr, ROW_N: tl.constexpr, ROW_STAGES: tl.constexpr,
@@ -306,10 +308,9 @@ def attend_cells(
     """The first `num_walkers` programs walk over tiles, however many there are, one beside each
     other program of a multiprocessor; every other program answers for a piece."""
     if tl.program_id(0) < num_walkers:
-        head, walk = tl.program_id(0) % HK, walks_ptr + tl.program_id(0) // HK
-        for nth in range(tl.load(walk), tl.load(walk + 1)):
+        for unit in range(tl.program_id(0), tl.load(counts_ptr + 1) * HK, num_walkers):
             _by_chunk(
-                nth, head, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
+                unit, q_ptr, k_ptr, v_ptr, more_ptr, shifts_ptr, part_ptr, lse_ptr, tiles_ptr,
                 pairs_ptr, pages_ptr, words_ptr, first_cell, scale, k_row, k_head, v_row, v_head,
                 G, HK, D, BLOCK_D, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,
             )  # fmt: skip
@@ -324,7 +325,7 @@ def attend_cells(
 @triton.jit(do_not_specialize=["first_cell"])
 def attend_code_cells(
     q_ptr, k_ptr, v_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, more_ptr, shifts_ptr, part_ptr,
-    lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, walks_ptr, pairs_ptr, pages_ptr,
+    lse_ptr, pieces_ptr, blocks_ptr, slots_ptr, tiles_ptr, counts_ptr, pairs_ptr, pages_ptr,
     words_ptr, first_cell, num_walkers, scale, k_row, k_head, v_row, v_head,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr, CODE_STAGES: tl.constexpr,
@@ -332,12 +333,14 @@ def attend_code_cells(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
     PAGE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_cells`, where chunks lie in 8 bits."""
+    """As `attend_cells`, where chunks lie in 8 bits. There are as many walkers as may run at the
+    same time, and as many of these walk as have the same number of tiles."""
     if tl.program_id(0) < num_walkers:
-        head, walk = tl.program_id(0) % HK, walks_ptr + tl.program_id(0) // HK
-        for nth in range(tl.load(walk), tl.load(walk + 1)):
+        num_units, walking = tl.load(counts_ptr + 1) * HK, tl.load(counts_ptr + 2)
+        first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)
+        for unit in range(first, num_units, walking):
             _by_chunk_codes(
-                nth, head, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, more_ptr, shifts_ptr,
+                unit, q_ptr, codes_k_ptr, codes_v_ptr, scales_ptr, v_ptr, more_ptr, shifts_ptr,
                 part_ptr, lse_ptr, tiles_ptr, pairs_ptr, pages_ptr, words_ptr, first_cell, scale,
                 v_row, v_head,
                 G, HK, D, BLOCK_C, TILE_M, TILE_N, TILE_STAGES, PAGE, SHIFTED, PRECISION,

@@ -8,9 +8,6 @@ pieces. Every piece and every row of a tile leaves its answer in a *cell*; those
 by side in both halves, and are merged. A pair may see its chunk shifted (`kernels/shifted.py`): by
 row, the row of the shift is read as the last one of each block.
 
-Tiles lie one behind the other, and are walked over: each *walk* has as many blocks of keys as the
-others, and a tile is cut where one ends.
-
     cells   | pieces of row 0 | of row 1 | ... || chunks of row 0 | of row 1 | ...
 """
 
@@ -42,18 +39,13 @@ class ChunkTiling(NamedTuple):
     chunk_keys: int  # keys of a block, by chunk: a multiple of 32
     tile_rows: int  # rows of a tile
     kv_heads: int  # programs per tile
-    at_once: int  # programs by chunk that run at the same time, for all KV heads
+    at_once: int  # programs by chunk that run at the same time
     coded: bool = False  # chunks lie in 8 bits: no piece has own pages and chunks
 
     @property
     def lists(self) -> int:
         """Of blocks, for each row: a piece is cut from one of them."""
         return 2 if self.coded else 1
-
-    @property
-    def walks(self) -> int:
-        """Over tiles, for each KV head."""
-        return max(1, self.at_once // self.kv_heads)
 
 
 class Room(NamedTuple):
@@ -66,12 +58,13 @@ class Room(NamedTuple):
     own_pages: int
 
     def most_cuts(self, tiling: ChunkTiling) -> int:
-        """Pieces of tiles, at most: a tile has two rows or more, and is cut where a walk ends."""
-        return self.pairs + tiling.walks
+        """Pieces of tiles, at most: a tile has two rows or more, and there are about as many cuts
+        as programs run at the same time."""
+        return self.pairs + -(-tiling.at_once // tiling.kv_heads)
 
     def most_cells(self, tiling: ChunkTiling) -> int:
         """Cells of chunks, at most; by row there are as many as pieces."""
-        return self.pairs + tiling.tile_rows * tiling.walks
+        return self.pairs + tiling.tile_rows * -(-tiling.at_once // tiling.kv_heads)
 
 
 class ChunkArrays:
@@ -221,13 +214,13 @@ class Sharing:
         self._alone_of = np.bincount(self._alone[:, 0], minlength=self.num_rows)
 
     def _spread(self) -> None:
-        """Tiles cut along their keys where walks end, and cells for their rows."""
+        """Tiles cut along their keys where there are few of them, and cells for their rows."""
         tiling = self.tiling
         first, keys, pair0, members, masked = self._tiles.T
         blocks = -(-keys // tiling.chunk_keys)
-        before = np.cumsum(blocks) - blocks
-        share = max(FEWEST_BLOCKS, -(-int(blocks.sum()) // tiling.walks))
-        cuts = (before + blocks - 1) // share - before // share + 1
+        fair = math.ceil(blocks.sum() * tiling.kv_heads / tiling.at_once) if len(blocks) else 1
+        most = max(FEWEST_BLOCKS, fair)
+        cuts = np.maximum(1, -(-blocks // most))
         # cells of a row lie side by side: one for each cut of each of its chunks
         is_held = np.zeros(len(self.pairs), dtype=np.int64)
         tile = np.repeat(np.arange(len(cuts)), members)
@@ -243,9 +236,8 @@ class Sharing:
         # pieces of a tile, all pieces of a chunk's tiles near each other
         piece = np.repeat(np.arange(len(cuts)), cuts)
         cut = np.arange(len(piece)) - np.repeat(np.cumsum(cuts) - cuts, cuts)
-        walk = (before // share)[piece] + cut
-        b0 = np.maximum(0, walk * share - before[piece])
-        b1 = np.minimum(blocks[piece], (walk + 1) * share - before[piece])
+        b0 = blocks[piece] * cut // cuts[piece]
+        b1 = blocks[piece] * (cut + 1) // cuts[piece]
         key0 = b0 * tiling.chunk_keys
         num = np.minimum(b1 * tiling.chunk_keys, keys[piece]) - key0
         columns = [
@@ -253,8 +245,14 @@ class Sharing:
             *(cut, masked[piece], np.zeros_like(cut)),
         ]
         self.tiles = np.stack(columns, 1).astype(np.int32)
-        # [walks + 1] the first piece of each
-        self.walks = np.searchsorted(walk, np.arange(tiling.walks + 1)).astype(np.int32)
+
+    @property
+    def num_walkers(self) -> int:
+        """Programs that walk over tiles, so that each has as many to do: the others have time for
+        what is answered by row."""
+        units = len(self.tiles) * self.tiling.kv_heads
+        rounds = max(1, -(-units // self.tiling.at_once))
+        return max(1, -(-units // rounds))
 
     def count_blocks(self, own_keys: NDArray[np.int64]) -> int:
         """Blocks of a step in which row r sees the first own_keys[r] own keys."""

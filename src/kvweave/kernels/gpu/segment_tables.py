@@ -84,17 +84,17 @@ class SegmentTables:
         group = shape.num_heads // shape.num_kv_heads
         self.by_row = choose(shape.dtype, shape.head_dim, group, 1)
         self.by_chunk = by_chunk_launch(shape.dtype, shape.head_dim, group)
-        at_once = self.by_chunk.per_core * cores(device)
+        self.at_once = self.by_chunk.per_core * cores(device)  # programs that walk over tiles
         self.tiling = ChunkTiling(
             shape.chunk_page, row_keys(shape), self.by_chunk.block_n,
-            self.by_chunk.block_m // group, shape.num_kv_heads, at_once, shape.coded,
+            self.by_chunk.block_m // group, shape.num_kv_heads, self.at_once, shape.coded,
         )  # fmt: skip
         least = self.tiling.lists * num_rows
         self.num_pieces = least + -(-PIECES * cores(device) // shape.num_kv_heads)
-        # held, written by `hold`: walks | pairs | shifts | tiles | row_cells | words | chunk pages
+        # held, written by `hold`: counts | pairs | shifts | tiles | row_cells | words | chunk pages
         # moving, written by `update`: step | rows | pieces | row_pieces | blocks, own pages at once
         held = {
-            "walks": (self.tiling.walks + 1,), "pairs": (room.pairs, 4), "shifts": (room.pairs,),
+            "counts": (4,), "pairs": (room.pairs, 4), "shifts": (room.pairs,),
             "tiles": (room.most_cuts(self.tiling), 8),
             "row_cells": (num_rows, 2), "words": (room.words + SLACK,),
             # own pages are found from here, and a view of nothing has no address
@@ -146,8 +146,9 @@ class SegmentTables:
         pairs = np.full((self.room.pairs, 4), -1, dtype=np.int32)  # the rest are none
         pairs[: len(sharing.pairs), :3] = sharing.pairs
         pairs[: len(sharing.pairs), 3] = sharing.pair_cells
+        counts = np.array([len(sharing.pairs), len(sharing.tiles), sharing.num_walkers, 0])
         assert self.shape.shifted or (sharing.shifts == NO_SHIFT).all(), "tables know no shifts"
-        self._send("walks", [sharing.walks])
+        self._send("counts", [counts])
         self._send("pairs", [pairs])
         self._send("shifts", [sharing.shifts])
         self._send("tiles", [sharing.tiles])

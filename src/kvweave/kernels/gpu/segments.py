@@ -93,11 +93,10 @@ def attend_tables(
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
     row, tile = tables.by_row, tables.by_chunk
-    num_walkers = tables.tiling.walks * kv_heads
     where = (
         more, on["shifts"], part, lse, on["pieces"], on["blocks"], step.slots, on["tiles"],
-        on["walks"], on["pairs"], on["pages"], on["words"], tables.num_pieces,
-        num_walkers, head_dim**-0.5 * LOG2_E,
+        on["counts"], on["pairs"], on["pages"], on["words"], tables.num_pieces,
+        tables.at_once, head_dim**-0.5 * LOG2_E,
         *row_strides(key_pages), *row_strides(value_pages),
     )  # fmt: skip
     sizes = {
@@ -107,7 +106,7 @@ def attend_tables(
         "PAGE": shape.chunk_page, "SHIFTED": shape.shifted,
         "PRECISION": precision(q), "num_warps": tile.warps,
     }  # fmt: skip
-    grid = (num_walkers + tables.num_pieces * kv_heads,)
+    grid = (tables.at_once + tables.num_pieces * kv_heads,)
     if coded is None:
         attend_cells[grid](turned, key_pages, value_pages, *where, **sizes)
     else:
