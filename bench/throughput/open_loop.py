@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 LATE_SHARE = 0.05  # of the requests may miss the bound: it is one of the 95th percentile
@@ -86,11 +87,11 @@ def _rounded(value: float | None) -> float | None:
 
 
 def arrivals(rate: float, window_s: float, seed: int) -> list[float]:
-    """A Poisson process. The same seed gives the same pattern at every rate, only faster."""
-    drawn, at, found = random.Random(seed), 0.0, []
-    while (at := at + drawn.expovariate(1.0) / rate) < window_s:
-        found.append(at)
-    return found or [0.0]
+    """A Poisson process of which is known how many come: as many as the rate says, at least one.
+    In a short window the number would else say more than the rate."""
+    drawn, num = random.Random(seed), max(1, round(rate * window_s))
+    *at, end = accumulate(drawn.expovariate(1.0) for _ in range(num + 1))
+    return [window_s * each / end for each in at]
 
 
 def alone(serve: Serve, numbers: Sequence[int]) -> list[Served]:
