@@ -59,7 +59,7 @@ WAYS = (
 
 def main() -> None:
     args = parse_args()
-    world = World(args.model, args.device)
+    world = World(args.model, args.device, args.joined)
     asked = read_questions()[: args.questions]
     prompts = [world.prompt(question, args.passages) for question in asked]
     thought, rows = {}, []
@@ -89,7 +89,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     config = {
         "model": Path(args.model).name, "strategy": args.strategy, "ratio": args.ratio,
-        "questions": len(prompts), "passages": args.passages,
+        "questions": len(prompts), "passages": args.passages, "joined": args.joined,
     }  # fmt: skip
     finish(
         __doc__,
@@ -105,7 +105,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--strategy", default="weave")
     parser.add_argument("--ratio", type=float, default=0.15)
     parser.add_argument("--questions", type=int, default=12)
-    parser.add_argument("--passages", type=int, default=6, help="in every prompt")
+    parser.add_argument("--passages", type=int, default=6, help="chunks in every prompt")
+    parser.add_argument("--joined", type=int, default=1, help="passages that are one chunk")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -113,7 +114,7 @@ def parse_args() -> argparse.Namespace:
 class World:
     """A model with the chunk KV of the valley's passages in host memory."""
 
-    def __init__(self, model: str, device: str) -> None:
+    def __init__(self, model: str, device: str, joined: int) -> None:
         folder = locate(model)
         self.decoder = load_decoder(folder, device=device, dtype="float32")
         self._tokenizer = Tokenizer(folder)
@@ -121,20 +122,27 @@ class World:
         self.store = KVStore(StoreConfig((HostTierConfig(2 * GIB),)))
         context = KeyContext(model, "float32", "raw", "t", self._preamble, "r")
         self._encoder = ChunkEncoder(self.decoder, self.store, context)
-        self._passages = {
-            path.stem: tuple(self._tokenizer.encode(path.read_text() + "\n\n")[:MOST_TOKENS])
-            for path in sorted(PASSAGES.glob("*.md"))
+        paths = sorted(PASSAGES.glob("*.md"))
+        groups = [paths[i : i + joined] for i in range(0, len(paths), joined)]
+        self._chunk_of = {path.stem: group[0].stem for group in groups for path in group}
+        self._chunks = {
+            group[0].stem: tuple(i for path in group for i in self._token_ids(path))
+            for group in groups
         }
-        self._encoder.encode([Chunk(ChunkId(n), "", "", c) for n, c in self._passages.items()])
+        self._encoder.encode([Chunk(ChunkId(n), "", "", c) for n, c in self._chunks.items()])
 
-    def prompt(self, asked: DemoQuestion, num_passages: int) -> EngineRequest:
-        """The passages of a question among others, in some order."""
+    def _token_ids(self, path: Path) -> list[int]:
+        return self._tokenizer.encode(path.read_text() + "\n\n")[:MOST_TOKENS]
+
+    def prompt(self, asked: DemoQuestion, num_chunks: int) -> EngineRequest:
+        """The chunks of a question among others, in some order."""
         draw = random.Random(asked.question)
-        others = [name for name in self._passages if name not in asked.passages]
-        names = [*asked.passages, *draw.sample(others, num_passages - len(asked.passages))]
+        wanted = list(dict.fromkeys(self._chunk_of[name] for name in asked.passages))
+        others = [name for name in self._chunks if name not in wanted]
+        names = [*wanted, *draw.sample(others, num_chunks - len(wanted))]
         draw.shuffle(names)
         question = tuple(self._tokenizer.encode(f"Question: {asked.question}\nAnswer:"))
-        chunks = tuple(EngineChunk(ChunkId(name), self._passages[name]) for name in names)
+        chunks = tuple(EngineChunk(ChunkId(name), self._chunks[name]) for name in names)
         sampling = Sampling(max_tokens=24)
         return EngineRequest(question, sampling, frozenset(), self._preamble, chunks)
 
