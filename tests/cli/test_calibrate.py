@@ -112,6 +112,26 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     assert profile_of(chat_model_folder) is None  # written there and not to the user's folder
 
 
+def test_a_bound_that_is_not_given_is_that_of_the_configuration(
+    run: Run,
+    chat_model_folder: Path,
+    qa_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVWEAVE_QUALITY_BOUND", "50")
+    options = ["--strategies", "reuse", "--ratios", "0.3", "--limit", 2, "--json"]
+    options += ["--profile", tmp_path / "here.json"]
+    said = {
+        given: json.loads(
+            run("calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, *given).out
+        )
+        for given in [(), ("--bound", "0")]
+    }
+    assert [each["bound"] for each in said.values()] == [50.0, 0.0]
+    assert said[()]["chosen"]["filler:4"]["strategy"] == "reuse"
+
+
 def test_questions_are_asked_of_a_knowledge_base(
     run: Run, chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """`kvweave calibrate`: what each strategy costs on this model, and the choice that follows."""
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -10,7 +11,8 @@ import click
 
 from kvweave.cli.asked_kb import open_asked_kb
 from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
-from kvweave.cli.options import model_options, pass_model
+from kvweave.cli.options import Command, model_of, model_options, pass_config, pass_model
+from kvweave.config import EffectiveConfig
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ RATIOS = "0.05,0.15,0.3,0.5"
 QUICK_STRATEGIES = "weave,weave-deep,weave-through"
 QUICK_RATIOS = "0.3,0.4,0.5"
 QUICK_QUESTIONS = 24
+FEWEST_CHUNKS = 2  # of a prompt that is fused
 MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers
 
 file_type = click.Path(path_type=Path, dir_okay=False, exists=True)
@@ -39,7 +42,27 @@ profile_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the profile here instead of the user's folder.",
 )
+bound_option = click.option(
+    "--bound",
+    type=float,
+    help="Mean KL to stay below, nats (quality.bound of the configuration: 0.02).",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+
+
+def pass_asked(command: Command) -> Command:
+    """As `pass_model`; and `k` and `bound` that were not given are those of the configuration."""
+
+    @functools.wraps(command)
+    def run(
+        *args: Any, effective: EffectiveConfig, k: int | None, bound: float | None, **values: Any
+    ) -> Any:
+        usual = effective.config
+        k = max(FEWEST_CHUNKS, usual.library.k) if k is None else k
+        bound = usual.quality.bound if bound is None else bound
+        return command(*args, **model_of(effective), k=k, bound=bound, **values)
+
+    return pass_config(run)
 
 
 @click.group("calibrate", invoke_without_command=True)
@@ -51,7 +74,10 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
     help="Answer --questions from this knowledge base.",
 )
 @click.option(
-    "--chunks", "k", type=click.IntRange(2, 100), default=5, help="How many to take from --kb (5)."
+    "--chunks",
+    "k",
+    type=click.IntRange(FEWEST_CHUNKS, 100),
+    help="How many to take from --kb (library.k of the configuration: 5).",
 )
 @qa_option
 @click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
@@ -67,11 +93,11 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
     type=click.IntRange(min=1),
     help="Add passages of other --qa records up to this (take them as they are).",
 )
-@click.option("--bound", type=float, default=None, help="Mean KL to stay below, nats (0.02).")
+@bound_option
 @profile_option
 @json_option
 @model_options
-@pass_model
+@pass_asked
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure strategies and ratios against full prefill, on your own questions.
@@ -101,7 +127,7 @@ class _CalibrateOptions:
     encodings: str | None
     limit: int | None
     context_tokens: int | None
-    bound: float | None
+    bound: float
     profile_file: Path | None
     as_json: bool
 
@@ -122,12 +148,10 @@ def _calibrate(
 ) -> None:
     """`model` has the options of the model. Without `records` the knowledge base is asked about its
     own text."""
-    from kvweave.calibrate.gate import BOUND
-
     shares = _shares(asked.ratios)
     names = _strategy_names(asked.strategies)
     variants = _variants(asked.encodings, asked.kb_folder)
-    bound = BOUND if asked.bound is None else asked.bound
+    bound = asked.bound
     if not bound >= 0.0:
         raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
 
@@ -189,7 +213,12 @@ def _show(
     type=file_type,
     help="Questions to ask of it (made from its own text).",
 )
-@click.option("--chunks", "k", type=click.IntRange(2, 100), default=5, help="How many to take (5).")
+@click.option(
+    "--chunks",
+    "k",
+    type=click.IntRange(FEWEST_CHUNKS, 100),
+    help="How many to take (library.k of the configuration: 5).",
+)
 @click.option(
     "--limit",
     type=click.IntRange(min=20),
@@ -197,17 +226,17 @@ def _show(
     show_default=True,
     help="Questions to ask.",
 )
-@click.option("--bound", type=float, default=None, help="Mean KL to stay below, nats (0.02).")
+@bound_option
 @profile_option
 @json_option
 @model_options
-@pass_model
+@pass_asked
 def quick_command(
     kb_folder: Path,
     questions_file: Path | None,
     k: int,
     limit: int,
-    bound: float | None,
+    bound: float,
     profile_file: Path | None,
     as_json: bool,
     **model: str,

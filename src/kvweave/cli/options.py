@@ -94,11 +94,15 @@ def pass_model(command: Command) -> Command:
 
     @functools.wraps(command)
     def run(*args: Any, effective: EffectiveConfig, **values: Any) -> Any:
-        choice = effective.config.model
-        model = {name: getattr(choice, name) for name in ("model", "device", "dtype", "quant")}
-        return command(*args, **model, **values)
+        return command(*args, **model_of(effective), **values)
 
     return pass_config(run)
+
+
+def model_of(effective: EffectiveConfig) -> dict[str, str]:
+    """`model`, `device`, `dtype` and `quant` that a configuration names."""
+    choice = effective.config.model
+    return {name: getattr(choice, name) for name in ("model", "device", "dtype", "quant")}
 
 
 def _all_of(*options: Decorator) -> Decorator:
