@@ -9,6 +9,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from worlds.engine import make_decoder
 from worlds.fused import World
+from worlds.mean_drift import move_by_the_mean
 from worlds.tiny_models import make_model_folder
 
 
@@ -31,3 +32,9 @@ def world(models: tuple[Decoder, Decoder], tmp_path: Path) -> Iterator[World]:
     world = World(models[0], tmp_path, models[1])
     yield world
     world.store.close()
+
+
+@pytest.fixture
+def by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies drift as shared chunks are seen to."""
+    move_by_the_mean(monkeypatch)

@@ -21,6 +21,8 @@ from kvweave.fuse.fuse import Fused, OrderedFusion
 from worlds.engine import SMALL, alone, ids, plain, until
 from worlds.fused import CHUNKS, World, answer, at_rest, shuffled
 
+pytestmark = pytest.mark.usefixtures("by_the_mean")
+
 CFG = replace(SMALL, share_chunks=True, overlap_steps=True, prompts_per_step=1)
 
 

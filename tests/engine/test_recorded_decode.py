@@ -304,6 +304,8 @@ def test_rows_of_one_prompt_over_whole_chunks_are_a_kind_of_their_own(decoder: D
     assert kind(rows(whole, 1)) is StepKind.SHARED, "it decodes"
     assert kind(rows(holed, 3)) is StepKind.SHARED
     moved = sharing(decoder, pool, 6, [chunk._replace(replaced=gone, shift=40)])
+    unholed = sharing(decoder, pool, 6, [chunk._replace(shift=40)])
+    assert kind(rows(unholed, 3)) is StepKind.SHIFTED
     assert kind([whole, moved]) is kind([moved]) is StepKind.SHIFTED
     assert kind([*rows(whole, 2), sharing(decoder, pool, 6, [chunk])]) is StepKind.SHARED
     assert kind([*rows(whole, 2), decoding(pool, [8], 2)]) is StepKind.SHARED

@@ -1,4 +1,5 @@
-"""Fused requests over chunks that lie once in the pool: answered as from copies of their own."""
+"""Fused requests over chunks that lie once in the pool: answered as from copies of their own, which
+drift moves by the mean over a chunk here, as shared ones are seen."""
 
 import random
 from dataclasses import replace
@@ -18,17 +19,13 @@ from kvweave.model.load import load_decoder
 from kvweave.types import ChunkId
 from worlds.engine import SMALL, alone, ids, plain, until, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
-from worlds.mean_drift import move_by_the_mean
 from worlds.tiny_models import YARN, make_model_folder
+
+pytestmark = pytest.mark.usefixtures("by_the_mean")
 
 SHARED = replace(SMALL, share_chunks=True, overlap_steps=True)
 SLICED = ["reuse", "weave", "weave-deep", "fusionrag", "fusionrag-code", "epic", "random"]
 LONG = [CHUNKS[2], CHUNKS[0], CHUNKS[3], CHUNKS[2], CHUNKS[1]]  # one chunk twice
-
-
-@pytest.fixture(autouse=True)
-def by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    move_by_the_mean(monkeypatch)
 
 
 def thoughts(world: World, cfg: EngineConfig, request: EngineRequest) -> Tensor:

@@ -181,14 +181,16 @@ def test_shapes_of_real_models(dtype: torch.dtype, page: int, heads: Heads, shif
     compare(world, world.last_rows(), dtype, lifted=heads.num == 28)
 
 
-def test_tables_of_codes_are_written_again_for_other_rows() -> None:
+@pytest.mark.parametrize("shifted", [0.0, 0.7])
+def test_tables_of_codes_are_written_again_for_other_rows(shifted: float) -> None:
     """One graph answers for batches that grow, come and go; absent rows come out as zero."""
-    world = make_batch(Heads(), 16, 6, 40, 0.2)
+    world = make_batch(Heads(), 16, 6, 40, 0.2, shifted)
     heads = world.heads
-    shape = SegmentShape(heads.num, heads.kv, heads.dim, 16, torch.float32, coded=True)
-    tables = SegmentTables(8, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
-    own = world.key_pages.to(DEVICE, torch.float32), world.value_pages.to(DEVICE, torch.float32)
     host = world.coded(4, world.lift())
+    own = world.key_pages.to(DEVICE, torch.float32), world.value_pages.to(DEVICE, torch.float32)
+    is_shifted = shifted > 0
+    shape = SegmentShape(heads.num, heads.kv, heads.dim, 16, torch.float32, True, is_shifted)
+    tables = SegmentTables(8, Room(400, 900, 900, 900, 900), shape, DEVICE, 2)
     coded = moved(host, DEVICE)
     q = torch.zeros(8, heads.num, heads.dim, device=DEVICE)
 

@@ -4,13 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import Slots
-from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.paged_kv import KVPool
@@ -37,9 +35,6 @@ class ChunkRoom:
     @property
     def num_present(self) -> int:
         return self._sequence.present
-
-    def turn(self, positions: Tensor) -> Angles:
-        return self._kv.turn(positions)
 
     def chunk_slots(self, key: ChunkKey) -> Slots:
         chunk = self._lease.chunks[key]

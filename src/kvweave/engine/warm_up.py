@@ -24,6 +24,7 @@ from kvweave.engine.runner import Runner
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.host import on_device
+from kvweave.kernels.shifted import mean_turned
 from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -124,6 +125,9 @@ class WarmUp:
         chunk = SharedChunk([page], size, 1, replaced, shift)
 
         def decoding(decoder: Decoder) -> Rows:
+            if shifted:  # as a prompt does before its answer
+                by = torch.zeros(2, 1, *pool.memory[0].shape[2:], device=decoder.device)
+                mean_turned(by, [size], decoder.turn)
             kv = SegmentedKV(PagedKV(pool, [page]), decoder.turn)
             kv.lay_out(np.array([0, 1]), [chunk], 1 + size)
             return Rows([0], [1 + size], kv, [0])

@@ -50,10 +50,6 @@ class PromptRoom(Protocol):
         """Own rows from the front that hold exact KV already."""
         ...
 
-    def turn(self, positions: Tensor) -> Angles:
-        """A rotation alone: the model's, in float32, without YaRN's factor."""
-        ...
-
     def chunk_slots(self, key: ChunkKey) -> Slots:
         """Where the tokens of a chunk of the request lie: in `slots` of the pool, or in its `codes`
         if there are any."""
@@ -258,7 +254,7 @@ class SharedChunks:
         slots, device = self._plan[0].source[first:], self._decoder.device
         lengths = [span.num_tokens for span in self._request.placed]
         nth = torch.cat([torch.arange(length) for length in lengths])
-        back = self._room.turn(on_device(-nth, device))
+        back = self._decoder.turn(on_device(-nth, device))
         coded = self._pool.codes(layer)
         if coded is None:
             turned, values = (x.index_select(0, slots) for x in self._pool.slots(layer))
@@ -329,7 +325,7 @@ class SharedChunks:
         device = self._decoder.device
         moves = RowMoves(*on_device(torch.from_numpy(table), device).unbind())
         starts = torch.tensor([0, *(span.start for span in placed)])
-        return moves, room.turn(on_device(starts, device))
+        return moves, self._decoder.turn(on_device(starts, device))
 
 
 class Filling(NamedTuple):

@@ -34,7 +34,6 @@ from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, Share
 # Rows from which on a GPU takes the definition: its kernels are for decode and for a few rows of
 # prefill, each of which reads by itself what it does not share.
 KERNEL_ROWS = 512
-SHIFTED_KEYS = 1 << 23  # and keys of shifted chunks, of all rows: a kernel keeps a number for each
 
 
 def attend_segments(
@@ -55,8 +54,7 @@ def attend_segments(
     too, or in `coded` ones, which are of the same memory. `rows` and `ranks` of the next layer are
     the same objects, if they say the same: tables are found again by that.
     """
-    is_small = 0 < len(q) <= KERNEL_ROWS and _are_few(positions, rows)
-    if is_small and kernels_fit(q, (key_pages, value_pages)):
+    if 0 < len(q) <= KERNEL_ROWS and kernels_fit(q, (key_pages, value_pages)):
         from kvweave.kernels.gpu import segments as on_gpu
 
         return on_gpu.attend_segments(
@@ -90,21 +88,6 @@ def attend_segments_reference(
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else torch.empty_like(q)
-
-
-def _are_few(positions: Tensor, rows: Sequence[SegmentedRows]) -> bool:
-    """Whether these rows see few enough keys of shifted chunks."""
-    if len(positions) * (int(positions.max()) + 1) <= SHIFTED_KEYS:
-        return True
-    return (
-        sum(
-            (each.end - each.start) * chunk.num_tokens
-            for each in rows
-            for chunk in each.chunks
-            if chunk.shift is not None
-        )
-        <= SHIFTED_KEYS
-    )
 
 
 class _SeenPiece(NamedTuple):

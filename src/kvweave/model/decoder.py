@@ -209,7 +209,7 @@ class Decoder:
 
     def turn(self, positions: Tensor) -> Angles:
         """The rotation by `positions` [R] alone, in float32: without the factor that `angles` put
-        into queries and keys already. Turns a query back by the start of a chunk."""
+        into queries and keys already. For what was turned before, as keys in pages of a chunk."""
         return make_angles(positions, self._inv_freq, 1.0, torch.float32)
 
     def embed(self, ids: Tensor) -> Tensor:

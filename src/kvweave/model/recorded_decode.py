@@ -92,14 +92,14 @@ class StepKind(Enum):
     OWN = "own"  # each at pages of its own
     SHARED = "shared"  # some at chunks that others may look at too
     SHIFTED = "shifted"  # and see some of these shifted
-    PROMPT = "prompt"  # all are of one prompt, and nothing of its chunks is replaced
+    PROMPT = "prompt"  # all are of one prompt, and nothing of its chunks is replaced or shifted
 
 
 def kind_of(batch: Sequence[Rows], *, turns_whole: bool) -> StepKind:
     """The kind of a step, row by row. `turns_whole`: positions turn all channels of a head."""
     first = batch[0].kv
     if len(batch) > 1 and isinstance(first, SegmentedKV) and first.chunks and turns_whole:
-        is_one = all(rows.kv is first for rows in batch)
+        is_one = all(rows.kv is first for rows in batch) and not first.is_shifted
         if is_one and all(chunk.replaced is None for chunk in first.chunks):
             return StepKind.PROMPT
     shared = [rows.kv for rows in batch if isinstance(rows.kv, SegmentedKV) and rows.kv.chunks]

@@ -111,8 +111,8 @@ def _by_row_codes(
     own_v = own_v_ptr + head * v_head
     more_at = more_ptr + head * G + at
     more = m
-    by0 = acc0
-    by1 = acc1
+    by0 = c
+    by1 = c
     pair = b0
     shift = b0
     if SHIFTED:  # a block ahead, and where it lies two: nothing is waited for
