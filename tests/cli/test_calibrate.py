@@ -8,6 +8,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.calibrate.profiles import Profile, find_profile, save_profile, user_path
+from kvweave.cli import calibrate
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.encode.preparation import Preparation, write_preparation
 from kvweave.ingest.pipeline import ingest
@@ -130,6 +131,24 @@ def test_a_bound_that_is_not_given_is_that_of_the_configuration(
     }
     assert [each["bound"] for each in said.values()] == [50.0, 0.0]
     assert said[()]["chosen"]["filler:4"]["strategy"] == "reuse"
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "taken"), [([], "7", 7), ([], "1", 2), (["--chunks", "3"], "7", 3)]
+)
+def test_as_many_chunks_are_taken_as_the_configuration_says(
+    given: list[str],
+    known: str,
+    taken: int,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setenv("KVWEAVE_LIBRARY_K", known)
+    monkeypatch.setattr(calibrate, "_calibrate", lambda options, *_: asked.append(options))
+    assert run("calibrate", "quick", "--kb", tmp_path, *given).code == 0
+    assert [options.k for options in asked] == [taken]
 
 
 def test_questions_are_asked_of_a_knowledge_base(

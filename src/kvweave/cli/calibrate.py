@@ -77,7 +77,7 @@ def pass_asked(command: Command) -> Command:
     "--chunks",
     "k",
     type=click.IntRange(FEWEST_CHUNKS, 100),
-    help="How many to take from --kb (library.k of the configuration: 5).",
+    help="How many to take from --kb (library.k of the configuration, 2 at least: 5).",
 )
 @qa_option
 @click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
@@ -217,7 +217,7 @@ def _show(
     "--chunks",
     "k",
     type=click.IntRange(FEWEST_CHUNKS, 100),
-    help="How many to take (library.k of the configuration: 5).",
+    help="How many to take (library.k of the configuration, 2 at least: 5).",
 )
 @click.option(
     "--limit",

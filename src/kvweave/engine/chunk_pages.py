@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import FusedPart
-from kvweave.fuse.prefill import can_share
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
@@ -31,11 +30,6 @@ from kvweave.types import ChunkId
 POLICY = "pgdsf"  # as the knowledge tree's
 REMEMBERED = 1 << 16  # chunks whose use is known after they left
 Name = tuple[str, ChunkKey]  # tenant, chunk
-
-
-def can_read_shared(part: FusedPart, num_layers: int) -> bool:
-    """Whether a request can read its chunks from pages that others read too."""
-    return can_share(part.strategy, num_layers)
 
 
 def shifts_chunks(part: FusedPart) -> bool:

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvweave.engine.chunk_pages import ChunkPages, can_read_shared
+from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.chunk_room import ChunkRoom
 from kvweave.engine.inbox import Outbox
 from kvweave.engine.prefixes import ExactPrefixes
@@ -39,6 +39,7 @@ from kvweave.fuse.prefill import (
     Prefilled,
     PromptFrame,
     StoredPrompt,
+    can_share,
     named_kv,
     prober_of,
 )
@@ -143,7 +144,7 @@ class ChunkLoader:
         """Chunks of a request that it would find in shared pages now."""
         if self._chunks is None or sequence.copies:
             return set()
-        if not can_read_shared(part, self._num_layers):
+        if not can_share(part.strategy, self._num_layers):
             return set()
         keys = {key for chunk in part.chunks for key in (chunk.key, chunk.exact_key)}
         return self._chunks.holds(sequence.request.namespace, keys)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.engine.chunk_pages import ChunkPages, WantedChunk, can_read_shared, shifts_chunks
+from kvweave.engine.chunk_pages import ChunkPages, WantedChunk, shifts_chunks
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
@@ -15,7 +15,7 @@ from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.unsound import is_unsound_chunk
 from kvweave.errors import ConfigError
-from kvweave.fuse.prefill import named_kv
+from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
@@ -227,7 +227,7 @@ class PageManager:
         part = sequence.request.fused
         if part is None or self._chunks is None or sequence.copies:
             return False
-        return sequence.progress.own_step and can_read_shared(part, len(self._pool.keys))
+        return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
 
     def _admit_segmented(self, sequence: EngineSequence) -> bool:
         """A fused request whose chunks lie in shared pages: what the tree has is read where it

@@ -48,9 +48,7 @@ def turn_queries(
         tl.store(out_at + j[None, :], y1, inside)
         tl.store(out_at + HALF + j[None, :], y2, inside)
         more = tl.zeros([BLOCK_H], tl.float32)
-        shift = tl.full((), -1, tl.int32)
-        if SHIFTED:
-            shift = tl.load(shifts_ptr + pair)
+        shift = tl.load(shifts_ptr + pair)
         by_at = k_ptr + shift.to(tl.int64) * k_row + (h // G)[:, None] * k_head
         if SHIFTED:
             moved = inside & (shift >= 0)

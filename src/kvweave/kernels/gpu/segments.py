@@ -16,7 +16,8 @@ are multiplied as they are, and their scales go into scores and weights.
 
 A sequence may see a chunk shifted (`kernels/shifted.py`). By chunk that is added at the end: to the
 share of an answer, and to the answer. By row, the shift is the last row of each block: its score is
-added to those of the others, and its value has the weight of them all.
+added to those of the others, and its value has the weight of them all. Beside codes it is no row of
+the same kind: there, and by chunk, its score is what `turn` has left.
 
 The kernels are in `segment_queries.py` and `segment_kernels.py`; `segment_tables.py` writes the
 tables.
