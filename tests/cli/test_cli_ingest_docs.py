@@ -128,3 +128,27 @@ def test_prune_forgets_what_was_deleted(world: Path) -> None:
     kvweave(world, "ingest", str(world / "docs"))
     (world / "docs" / "doc001.md").unlink()
     assert "1 removed" in kvweave(world, "ingest", str(world / "docs"), "--prune").stdout
+
+
+def test_files_that_are_all_refused_look_like_no_success(world: Path) -> None:
+    refused = world / "refused"
+    refused.mkdir()
+    (refused / "empty.txt").touch()
+    (refused / "broken.pdf").write_text("no PDF")
+    (refused / "photo.png").touch()
+    result = kvweave(world, "ingest", str(refused))
+    assert (result.return_value, result.stdout) == (1, "")
+    first, *skipped = result.stderr.splitlines()
+    assert first == (
+        "nothing was taken in: of the files 2 could not be read, 1 of a kind that no parser knows"
+    )
+    assert len(skipped) == 2
+
+
+def test_a_folder_without_a_file_that_can_be_read_is_no_success(world: Path) -> None:
+    photos = world / "photos"
+    photos.mkdir()
+    (photos / "one.png").touch()
+    result = kvweave(world, "ingest", str(photos))
+    assert (result.return_value, result.stdout) == (1, "")
+    assert "nothing was taken in" in result.stderr

@@ -29,7 +29,7 @@ def test_each_question_is_answered_in_full_and_with_reuse_and_told_side_by_side(
     assert "that will be found stored in" in first.out
     assert first.out.count("first token") == 3 * 3 + 3
     assert "(known: Patience)" in first.out
-    assert "auto took prefix" in first.out
+    assert "auto took prefix" not in first.out, "that is for --verbose"
     assert "auto reuses no more because this model was never calibrated" in first.out
     assert list((tmp_path / "home" / "demo").iterdir()), "kept for the next time"
     told = json.loads(run("demo", *settings, "--json").out)
@@ -42,3 +42,9 @@ def test_each_question_is_answered_in_full_and_with_reuse_and_told_side_by_side(
         assert full["tokens"]["reused"] == 0
         assert named["tokens"]["reused"] > 0
         assert full["answer"] == auto["answer"], "exact"
+
+
+def test_why_auto_took_what_it_took_is_told_to_those_who_ask(
+    run: Run, settings: list[object]
+) -> None:
+    assert "auto took prefix" in run("demo", *settings, "-v").out

@@ -69,6 +69,13 @@ def test_documents_come_are_listed_found_and_go(notes: KbServer) -> None:
     assert as_json(notes, "kb", "ls")["kbs"] == []
 
 
+def test_files_that_a_server_refuses_look_like_no_success(server: KbServer, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    said = kvweave(server, "ingest", str(tmp_path / "empty.txt"), "--kb", "refused")
+    assert (said.return_value, said.stdout) == (1, "")
+    assert said.stderr.startswith(f"nothing was taken in by {server.url}: every file was refused")
+
+
 def test_a_question_is_answered_there_with_its_sources(notes: KbServer) -> None:
     asked = ("ask", "How wide is a zorb?", "--kb", "notes", *GREEDY)
     reply = as_json(notes, *asked)

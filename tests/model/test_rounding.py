@@ -231,3 +231,12 @@ def test_a_model_of_some_size_says_what_computes_it(
     assert torch.isfinite(logits(large, IDS)).all()
     monkeypatch.setenv(loading.VARIABLE, "0")
     assert f"{loading.VARIABLE} is 0" in load_decoder(folder, device="cpu").weights_words
+
+
+def test_what_rounding_costs_is_told_to_those_who_measure_alone(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rough = load_decoder(folder, device="cpu", quant="int8")
+    assert "nats per token" in rough.weights_detail
+    assert "many rows: " in rough.weights_detail
+    assert rough.weights_words.partition(";")[0] == "weights in 8 bits, for speed"

@@ -29,7 +29,7 @@ def progress_text(progress: "KVProgress") -> str:
     if progress.num_bytes:
         parts.append(size_text(progress.num_bytes))
     if progress.chunks_in_front:
-        parts.append(f"front copies of {progress.chunks_in_front:,}")
+        parts.append(f"{progress.chunks_in_front:,} also for the first place in a prompt")
     if progress.eta_s is not None:
         parts.append(f"about {time_text(progress.eta_s)} left")
     if progress.state in ("full", "failed"):

@@ -71,14 +71,10 @@ def _document(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(told: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from kvweave.cli.tables import make_table, table_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("strategy", "ratio", "answers", "KL, nats per token", "95 %", "flips", "gate"):
-        table.add_column(heading, overflow="fold")
-    for cell in told["cells"]:
-        table.add_row(
+    rows = [
+        (
             cell["strategy"],
             f"{cell['ratio']:g}",
             f"{cell['answers']:,}",
@@ -87,9 +83,16 @@ def _show(told: dict[str, Any]) -> None:
             str(cell["flips"]),
             _gate(cell, told["gate"]),
         )
-    console = Console(highlight=False, markup=False)
-    console.print(f"model {told['model'][:12]}, chunk KV {told['encoding']}", style="dim")
-    console.print(table)
+        for cell in told["cells"]
+    ]
+    headings = ("strategy", "ratio", "answers", "KL", "95 %", "flips", "gate")
+    console = table_console()
+    console.print(
+        f"model {told['model'][:12]}, chunk KV {told['encoding']}; KL in nats per token",
+        style="dim",
+        soft_wrap=True,
+    )
+    console.print(make_table(headings, rows, prose=("gate",)))
 
 
 def _nats(value: float | None) -> str:

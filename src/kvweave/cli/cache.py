@@ -311,15 +311,12 @@ def _kind_of(error: TierError) -> str:
 
 
 def _show_table(title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from kvweave.cli.tables import make_table, table_console
 
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*("–" if cell is None else str(cell) for cell in row))
-    Console().print(table)
+    cells = [["–" if cell is None else str(cell) for cell in row] for row in rows]
+    console = table_console()
+    console.print(title, soft_wrap=True)
+    console.print(make_table(columns, cells, right=("tokens", "layers", "objects", "size")))
 
 
 def _mib(size_bytes: int) -> str:

@@ -38,18 +38,12 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
         file = None if effective.file is None else str(effective.file.absolute())
         click.echo(json.dumps({"file": file, "settings": told}, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from kvweave.cli.tables import make_table, table_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("setting", "value", "from"):
-        table.add_column(heading, overflow="fold")
-    for key, value in rows:
-        source = effective.sources[str(key)]
-        style = "dim" if source == "default" else None
-        table.add_row(str(key), _words(key, value), source, style=style)
-    console = Console(highlight=False, markup=False)
-    console.print(table)
+    cells = [(str(key), _words(key, value), effective.sources[str(key)]) for key, value in rows]
+    set_here = [row for row in cells if row[-1] != "default"]
+    console = table_console()
+    console.print(make_table(("setting", "value", "from"), cells, prose=("value",), bold=set_here))
     file = "no kvweave.toml" if effective.file is None else f"read {effective.file.absolute()}"
     console.print(file, style="dim", soft_wrap=True)
 

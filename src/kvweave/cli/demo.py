@@ -50,10 +50,13 @@ class DemoPreparation:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the demo's knowledge base.  [default: demo in kvweave's cache folder]",
 )
+@click.option("--verbose", "-v", is_flag=True, help="Say why auto took what it took.")
 @model_options
 @json_option
 @pass_config
-def command(kb_folder: Path | None, as_json: bool, effective: EffectiveConfig) -> None:
+def command(
+    kb_folder: Path | None, verbose: bool, as_json: bool, effective: EffectiveConfig
+) -> None:
     """Try it: 48 passages about an invented valley, three questions, full prefill beside reuse."""
     config = with_model(effective.config)
     config = replace(config, quality=replace(config.quality, audit_share=0.0))  # it ends at once
@@ -70,7 +73,7 @@ def command(kb_folder: Path | None, as_json: bool, effective: EffectiveConfig) -
         for number, question in enumerate(questions, 1):
             told.append(_answers(weave, question, config.library.k))
             if not as_json:
-                click.echo(_shown(number, question, told[-1]))
+                click.echo(_shown(number, question, told[-1], verbose=verbose))
     if as_json:
         click.echo(json.dumps(_document(weave, prepared, questions, told), indent=2))
         return
@@ -156,7 +159,7 @@ def _preparation_line(weave: "Weave", prepared: DemoPreparation) -> str:
     )
 
 
-def _shown(number: int, question: DemoQuestion, told: list[Told]) -> str:
+def _shown(number: int, question: DemoQuestion, told: list[Told], *, verbose: bool) -> str:
     """The answers to one question, one below the other."""
     known = " or ".join(question.answers)
     lines = [click.style(f"{number}. {question.question}", bold=True) + f"  (known: {known})"]
@@ -170,18 +173,18 @@ def _shown(number: int, question: DemoQuestion, told: list[Told]) -> str:
             f"   {each.way:13} first token {answer.ttft_ms / 1e3:5.2f} s{sooner:8} "
             f"all {answer.total_ms / 1e3:5.2f} s  {mark}  {text}"
         )
-        lines += [click.style(f"{'':17}{line}", dim=True) for line in _why(answer)]
+        lines += [click.style(f"{'':17}{line}", dim=True) for line in _why(answer, verbose=verbose)]
     return "\n".join(lines) + "\n"
 
 
-def _why(answer: "Answer") -> list[str]:
-    """What became of the prompt's tokens, and why."""
+def _why(answer: "Answer", *, verbose: bool) -> list[str]:
+    """What became of the prompt's tokens, and if `verbose` why."""
     if answer.explain is None:
         return [f"{answer.prompt_tokens:,} tokens computed"]
     counts = answer.explain.counts
     tokens = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     lines = [f"{answer.prompt_tokens:,} tokens: {tokens}"]
-    if answer.decision is not None:
+    if verbose and answer.decision is not None:
         lines.append(decision_line(answer.decision))
     return lines
 
@@ -222,7 +225,7 @@ def _document(
                         "ttft_ms": round(each.answer.ttft_ms, 1),
                         "total_ms": round(each.answer.total_ms, 1),
                         "tokens": each.answer.explain.counts if each.answer.explain else None,
-                        "why": _why(each.answer),
+                        "why": _why(each.answer, verbose=True),
                     }
                     for each in answers
                 ],

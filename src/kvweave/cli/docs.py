@@ -19,6 +19,7 @@ from kvweave.cli.options import (
     url_option,
 )
 from kvweave.cli.remote import find_document
+from kvweave.cli.tables import make_table, table_console
 from kvweave.clients.server import Reply, ServerClient
 from kvweave.config import EffectiveConfig
 from kvweave.corpus.catalogue import DocumentInfo, Totals
@@ -65,17 +66,25 @@ def ls_command(kb_folder: Path, url: str | None, as_json: bool) -> None:
         rows = [document._asdict() for document in documents]
         click.echo(json.dumps({"documents": rows, "totals": totals._asdict()}))
         return
-    table = _table("id", "title", "chunks", "tokens", "added", "source")
-    for document in documents:
-        table.add_row(
+    listed = [
+        (
             document.id[:8],
-            document.title[:60],
+            document.title,
             f"{document.num_chunks:,}",
             f"{document.num_tokens:,}",
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(document.added_at)),
+            time.strftime("%Y-%m-%d", time.localtime(document.added_at)),
             document.source,
         )
-    _print(table)
+        for document in documents
+    ]
+    table = make_table(
+        ("id", "title", "chunks", "tokens", "added", "source"),
+        listed,
+        right=("chunks", "tokens"),
+        names=("title",),
+        paths=("source",),
+    )
+    table_console().print(table)
     click.echo(f"{totals.num_documents:,} documents, {totals.num_chunks:,} chunks")
 
 
@@ -239,7 +248,7 @@ def show_server_kb(found: Reply, as_json: bool) -> None:
         f"{found['documents']:,} documents, {found['chunks']:,} chunks, {found['tokens']:,} tokens"
     )
     in_front = kv.get("chunks_in_front", 0)  # an older server does not say
-    fronts = f", front copies of {in_front:,}" if in_front else ""
+    fronts = f", {in_front:,} also for the first place in a prompt" if in_front else ""
     click.echo(f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks: {kv['state']}{fronts}")
     if found["problem"] is not None:
         click.echo(f"it cannot be used: {found['problem']}", err=True)
@@ -279,19 +288,3 @@ def _show_hits(hits: list[Reply], as_json: bool) -> None:
         click.secho(f"\n{place}  {hit['score']:.4f}  {hit['id'][:8]}", bold=True)
         click.echo(hit["text"].rstrip())
     click.secho(f"\n{len(hits)} chunks", dim=True)
-
-
-def _table(*headings: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in headings:
-        right = heading in ("chunks", "tokens")
-        table.add_column(heading, justify="right" if right else "left", overflow="fold")
-    return table
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console().print(table)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvweave.ingest.report import Skipped
     from kvweave.ingest.sources import Source
 
-EXIT_SKIPPED = 1  # it went through, but some files did not get in
+EXIT_SKIPPED = 1  # some files did not get in, or none did
 # mean nothing without --kv
 ABOUT_KV = (
     *("--encoding", "--extras", "--refresh-neighbours"),
@@ -186,7 +186,7 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
             )
             raise
         show(kb, report, saves, asked.as_json)
-    if report.skipped:
+    if report.skipped or report.is_in_vain:
         ctx.exit(EXIT_SKIPPED)
 
 

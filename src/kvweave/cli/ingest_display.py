@@ -131,23 +131,34 @@ def show(kb: "KnowledgeBase", report: "IngestReport", saves: "Saves | None", as_
     from rich.markup import escape
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"[bold]{report.added:,}[/] added, {report.updated:,} updated, {report.unchanged:,} "
-        f"unchanged, {report.removed:,} removed in {report.elapsed_s:.1f} s"
-    )
-    console.print(
-        f"{report.new_chunks:,} new chunks, {report.shared_chunks:,} shared; "
-        f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
-        f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
-    )
-    console.print(_kv_line(kb, has_kv=saves is not None))
-    if report.ignored_files:
-        console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
     complaints = Console(stderr=True, highlight=False, soft_wrap=True)
+    if report.is_in_vain:
+        complaints.print(f"[bold red]nothing was taken in:[/] {in_vain_words(report)}")
+    else:
+        console.print(
+            f"[bold]{report.added:,}[/] added, {report.updated:,} updated, {report.unchanged:,} "
+            f"unchanged, {report.removed:,} removed in {report.elapsed_s:.1f} s"
+        )
+        console.print(
+            f"{report.new_chunks:,} new chunks, {report.shared_chunks:,} shared; "
+            f"{escape(str(kb.folder))} now holds {totals.num_documents:,} documents, "
+            f"{totals.num_chunks:,} chunks, {totals.num_tokens:,} tokens"
+        )
+        console.print(_kv_line(kb, has_kv=saves is not None))
+        if report.ignored_files:
+            console.print(f"[dim]{report.ignored_files:,} files of other kinds left alone[/]")
     for source, reason in report.skipped[:MAX_LISTED]:
         complaints.print(f"[yellow]skipped[/] {escape(source)}: {escape(reason)}")
     if len(report.skipped) > MAX_LISTED:
         complaints.print(f"… and {len(report.skipped) - MAX_LISTED} more; --json lists all")
+
+
+def in_vain_words(report: "IngestReport") -> str:
+    """Why none of the files got in."""
+    skipped, ignored = len(report.skipped), report.ignored_files
+    refused = [f"{skipped:,} could not be read"] if skipped else []
+    unknown = [f"{ignored:,} of a kind that no parser knows"] if ignored else []
+    return "of the files " + ", ".join(refused + unknown)
 
 
 def _kv_line(kb: "KnowledgeBase", *, has_kv: bool) -> str:

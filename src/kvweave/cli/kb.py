@@ -41,15 +41,13 @@ def ls_command(url: str | None, as_json: bool, effective: EffectiveConfig) -> No
     if as_json:
         click.echo(json.dumps({"kbs": rows}))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from kvweave.cli.tables import make_table, table_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("name", "problem") else "right")
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in COLUMNS))
-    Console().print(table)
+    cells = [[_cell(row[name]) for name in COLUMNS] for row in rows]
+    table = make_table(
+        COLUMNS, cells, right=("documents", "chunks", "tokens"), names=("name",), prose=("problem",)
+    )
+    table_console().print(table)
     click.echo(f"{len(rows):,} knowledge bases")
 
 

@@ -50,18 +50,18 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     finally:
         runtime.close()
     if as_json:
-        told = {"model": runtime.name, "weights": decoder.weights_words, "file": str(path)}
+        told = {"model": runtime.name, "weights": decoder.weights_detail, "file": str(path)}
         click.echo(json.dumps({**told, **document(machine)}))
         return
-    from rich.console import Console
+    from kvweave.cli.tables import table_console
 
-    console = Console(highlight=False)
-    console.print(f"{runtime.name} on {machine.device}", style="bold", markup=False)
-    console.print(decoder.weights_words, markup=False, soft_wrap=True)
+    console = table_console()
+    console.print(f"{runtime.name} on {machine.device}", style="bold")
+    console.print(decoder.weights_detail, soft_wrap=True)
     console.print(_table(machine))
     for line in words(machine):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(str(path), style="dim", markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+    console.print(str(path), style="dim", soft_wrap=True)
 
 
 def document(machine: "MachineProfile") -> dict[str, Any]:
@@ -116,24 +116,21 @@ def words(machine: "MachineProfile") -> list[str]:
 
 
 def _table(machine: "MachineProfile") -> "Table":
-    from rich.table import Table
+    from kvweave.cli.tables import make_table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("what", "takes", "which is"):
-        table.add_column(name, justify="left" if name == "what" else "right")
-    for tokens, seconds in _prefill(machine):
-        table.add_row(f"prefill of {tokens:,} tokens", _time(seconds), f"{tokens / seconds:,.0f}/s")
+    rows = [
+        (f"prefill of {tokens:,} tokens", _time(seconds), f"{tokens / seconds:,.0f}/s")
+        for tokens, seconds in _prefill(machine)
+    ]
     full_s = machine.prefill.at(0, PROMPT)
     for ratio, recompute_s, lay_s in _fused(machine):
-        table.add_row(
-            f"recomputing {ratio:.0%} of {PROMPT:,} tokens, with laying the rest",
-            f"{_time(recompute_s)} + {_time(lay_s)}",
-            f"{full_s / (recompute_s + lay_s):.1f}× as fast as prefill",
-        )
+        what = f"recomputing {ratio:.0%} of {PROMPT:,} tokens"
+        speed_up = f"{full_s / (recompute_s + lay_s):.1f}× as fast as prefill"
+        rows.append((what, f"{_time(recompute_s)} + {_time(lay_s)}", speed_up))
     for name, link in sorted(machine.links.items()):
         shares = f", paid {link.paid.shares[-1]:.2f} of it" if link.paid.shares else ""
-        table.add_row(f"loading from {name}", "", f"{_speed(link.bytes_per_s)}{shares}")
-    return table
+        rows.append((f"loading from {name}", "", f"{_speed(link.bytes_per_s)}{shares}"))
+    return make_table(("what", "takes", "which is"), rows, right=("takes", "which is"))
 
 
 def _prefill(machine: "MachineProfile") -> list[tuple[int, float]]:

@@ -1,7 +1,7 @@
 """`kvweave models`: pull, list and remove models. Never loads torch."""
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -36,19 +36,27 @@ def ls_command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from kvweave.cli.tables import make_table, table_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "what", "on disk", "from"):
-        justify: Literal["left", "right"] = "right" if heading == "on disk" else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    for row in rows:
-        size = megabytes(row["size_bytes"]) if row["pulled"] else "not pulled"
-        table.add_row(row["name"], row["what"], size, row["from"])
-    console = Console()
-    console.print(table)
-    console.print(f"[dim]kept in {ModelCache().root}[/dim]", soft_wrap=True)
+    cells = [
+        (
+            row["name"],
+            row["what"],
+            megabytes(row["size_bytes"]) if row["pulled"] else "not pulled",
+            row["from"],
+        )
+        for row in rows
+    ]
+    console = table_console()
+    console.print(
+        make_table(
+            ("name", "what", "on disk", "from"),
+            cells,
+            right=("on disk",),
+            names=("name", "what", "from"),
+        )
+    )
+    console.print(f"kept in {ModelCache().root}", style="dim", soft_wrap=True)
 
 
 @command.command("rm")

@@ -181,7 +181,7 @@ _computing_options = _all_of(
     config_option(
         "model.quant",
         "--quant",
-        help="none, int8 (CPU), or auto: int8 where it costs under 0.01 nats.",
+        help="none, int8 (CPU), or auto: int8 where that is faster and under 0.005 nats per token.",
     ),
 )
 model_options = _all_of(config_option("model.model", "--model", help=_NAMING), _computing_options)
@@ -212,7 +212,7 @@ planning_options = _all_of(  # what a user allows the planner
         "quality.bound",
         "--bound",
         type=click.FloatRange(min=0.0),
-        help="auto: mean KL in nats per token that reuse may cost (0.02).",
+        help="How far auto may let answers drift: mean KL to full prefill, nats per token (0.02).",
     ),
     config_option(
         "quality.order",

@@ -14,7 +14,14 @@ from kvweave.cli.options import (
     planning_options,
     system_option,
 )
-from kvweave.cli.plan_view import options_table, plan_document, spans_table
+from kvweave.cli.plan_view import (
+    declined_lines,
+    options_table,
+    plan_document,
+    plan_line,
+    spans_table,
+)
+from kvweave.cli.tables import table_console
 from kvweave.config import EffectiveConfig
 from kvweave.errors import RequestError
 
@@ -47,8 +54,12 @@ def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveC
             told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}
             click.echo(json.dumps(told, indent=2))
             return
-    from rich.console import Console
-
-    console = Console()
+    console = table_console()
+    console.print(plan_line(plan), style="bold", soft_wrap=True)
+    console.print()
     console.print(spans_table(plan))
+    console.print("\nWhat each way would cost", style="bold")
     console.print(options_table(plan))
+    if declined := declined_lines(plan):
+        console.print("\nWhy others were not looked at", style="bold")
+        console.print("\n".join(declined))

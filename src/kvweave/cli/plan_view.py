@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
     from kvweave.plan.loading_cost import Load
@@ -57,33 +59,42 @@ def decision_line(decision: "Decision") -> str:
     return " · ".join(told)
 
 
-def options_table(plan: "Plan") -> "Table":
-    """Priced options cheapest first, then the declined ones, those of one reason in one row."""
-    from rich.table import Table
+def plan_line(plan: "Plan") -> str:
+    """The plan in plain words: what is taken, how much of the prompt it computes, how long."""
+    full, chosen = next(o for o in plan.options if o.name == "full"), plan.chosen
+    line = f"{_name(chosen)}: {chosen.rows:,} of {full.rows:,} tokens computed"
+    if chosen.predicted_s is not None and full.predicted_s is not None:
+        line += f", about {chosen.predicted_s:.2f} s (all of them: {full.predicted_s:.2f} s)"
+    return line
 
-    table = Table(title="what each way would cost")
-    for name in ("option", "seconds", "rows", "load", "loading"):
-        table.add_column(name, justify="left" if name == "option" else "right")
-    table.add_column("why")
-    priced = [o for o in plan.options if o.predicted_s is not None]
-    for option in sorted(priced, key=lambda o: o.expected_s):
-        chosen = option == plan.chosen
-        table.add_row(
-            f"{'→ ' if chosen else '  '}{_name(option)}",
-            _seconds(option),
-            f"{option.rows:,}",
-            f"{option.load_bytes / 1e6:.1f} MB" if option.load_bytes else "",
-            _loading(option),
-            str(option.reason),
-            style="bold" if chosen else None,
-        )
+
+def declined_lines(plan: "Plan") -> list[str]:
+    """Why the other strategies were not priced, those of one reason in one line."""
     declined: dict[str, list[str]] = {}
     for option in plan.options:
         if option.predicted_s is None:
             declined.setdefault(str(option.reason), []).append(option.name.removeprefix("fused "))
-    for reason, names in declined.items():
-        table.add_row("  fused " + ", ".join(names), "", "", "", "", reason)
-    return table
+    return [f"{reason}: {', '.join(names)}" for reason, names in declined.items()]
+
+
+def options_table(plan: "Plan") -> "Table":
+    """The options that have a price, the cheapest first."""
+    from kvweave.plan.plan import Reason
+
+    plain = (Reason.CHEAPEST, Reason.DEARER)  # their order says it
+    priced = [o for o in plan.options if o.predicted_s is not None]
+    rows = [
+        (
+            f"{'→' if option == plan.chosen else ' '} {_name(option)}",
+            _seconds(option),
+            f"{option.rows:,}",
+            f"{option.load_bytes / 1e6:.1f} MB" if option.load_bytes else "",
+            _loading(option),
+            "" if option.reason in plain else str(option.reason),
+        )
+        for option in sorted(priced, key=lambda o: o.expected_s)
+    ]
+    return _filled(("way", "seconds", "rows", "load", "loading", "why"), rows)
 
 
 def _seconds(option: "Option") -> str:
@@ -94,13 +105,7 @@ def _seconds(option: "Option") -> str:
 
 def spans_table(plan: "Plan") -> "Table":
     """What becomes of each part of the prompt."""
-    from rich.table import Table
-
-    table = Table(title=f"what would be done: {_name(plan.chosen)}")
-    for name in ("part", "tokens", "fate", "from", "load"):
-        table.add_column(name, justify="right" if name in ("tokens", "load") else "left")
-    table.add_column("why")
-    place = 0
+    rows, place = [], 0
     for span in plan.spans:
         part = "preamble" if span.start == 0 else "question"
         if span.in_history:
@@ -110,8 +115,21 @@ def spans_table(plan: "Plan") -> "Table":
             part = f"chunk {place}"
         size = f"{span.load_bytes / 1e6:.1f} MB" if span.load_bytes else ""
         reason = str(span.reason)
-        table.add_row(part, f"{span.num_tokens:,}", str(span.kind), span.tier, size, reason)
-    return table
+        rows.append((part, f"{span.num_tokens:,}", str(span.kind), span.tier, size, reason))
+    return _filled(("part", "tokens", "fate", "from", "load", "why"), rows)
+
+
+def _filled(headings: "Sequence[str]", rows: "Sequence[Sequence[str]]") -> "Table":
+    """A table of those columns in which something stands."""
+    from kvweave.cli.tables import make_table
+
+    used = [i for i in range(len(headings)) if any(row[i] for row in rows)]
+    return make_table(
+        [headings[i] for i in used],
+        [[row[i] for i in used] for row in rows],
+        right=("tokens", "seconds", "rows", "load", "loading"),
+        prose=("why",),
+    )
 
 
 def _option(option: "Option") -> dict[str, Any]:

@@ -69,14 +69,22 @@ class UploadCounts:
         self.new_chunks += reply["new_chunks"]
         self.skipped += reply["skipped"]
 
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether there were files and the server took none of them."""
+        return bool(self.skipped) and not (self.added or self.updated or self.unchanged)
+
     def show(self, kb: str, url: str, *, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps({"kb": kb, "url": url, **asdict(self)}))
             return
-        click.echo(
-            f"{self.added:,} added, {self.updated:,} updated, {self.unchanged:,} unchanged, "
-            f"{self.new_chunks:,} new chunks in {kb!r} at {url}"
-        )
+        if self.is_in_vain:
+            click.echo(f"nothing was taken in by {url}: every file was refused", err=True)
+        else:
+            click.echo(
+                f"{self.added:,} added, {self.updated:,} updated, {self.unchanged:,} unchanged, "
+                f"{self.new_chunks:,} new chunks in {kb!r} at {url}"
+            )
         for left in self.skipped:
             click.echo(f"skipped {left['source']}: {left['reason']}", err=True)
 

@@ -61,6 +61,12 @@ class IngestReport:
     def is_complete(self) -> bool:
         return not self.skipped
 
+    @property
+    def is_in_vain(self) -> bool:
+        """Whether there were files and none of them is in the knowledge base now."""
+        is_idle = not (self.added or self.updated or self.unchanged or self.removed)
+        return is_idle and bool(self.skipped or self.ignored_files)
+
 
 class Tally:
     """What one ingest has counted so far. `reading.py` and `window.py` count here, on the thread

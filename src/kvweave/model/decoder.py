@@ -25,7 +25,7 @@ from kvweave.kernels.dispatch import compiled
 from kvweave.kernels.gate import silu_mul
 from kvweave.kernels.host import on_device
 from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
-from kvweave.kernels.native.loading import kernels_so_far
+from kvweave.kernels.native.loading import NativeKernels, kernels_so_far
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.batch_kv import BatchKV, kv_of
@@ -40,8 +40,8 @@ from kvweave.model.weights import Weights
 # rows up to which compiled layers run in one call; with more, a layer takes long enough to be
 # heard of
 FEW_ROWS = 16
-# nats per token to the exact weights: below it rounded ones count as the same model, and `auto`
-# takes them
+# nats per token to the exact weights: below it rounded ones count as the same model (`--quant auto`
+# asks for half of it on its short text: `load.AUTO_KL`)
 SMALL_KL = 0.01
 
 
@@ -91,11 +91,24 @@ class Decoder:
 
     @property
     def weights_words(self) -> str:
-        """What its weights are and how they are multiplied, for people."""
-        cost, kernels = self.weights.rounding, kernels_so_far()
-        compiled = ""  # asked for where a model of some size runs in float32 on a CPU
-        if kernels is not None and self.device.type == "cpu" and self.dtype == torch.float32:
-            compiled = f"; {kernels.words}"
+        """What its weights are, for people; and what is missing to multiply them fast."""
+        kernels = self._kernels
+        missing = "" if kernels is None or kernels.library is not None else f"; {kernels.words}"
+        cost = self.weights.rounding
+        held = str(self.dtype).removeprefix("torch.") if cost is None else "8 bits, for speed"
+        return f"weights in {held}{missing}"
+
+    @property
+    def _kernels(self) -> NativeKernels | None:
+        """Compiled kernels, asked for where a model of some size runs in float32 on a CPU."""
+        is_theirs = self.device.type == "cpu" and self.dtype == torch.float32
+        return kernels_so_far() if is_theirs else None
+
+    @property
+    def weights_detail(self) -> str:
+        """What rounding its weights costs and how they are multiplied, for those who measure."""
+        cost, kernels = self.weights.rounding, self._kernels
+        compiled = "" if kernels is None else f"; {kernels.words}"
         if cost is None:
             return f"weights in {str(self.dtype).removeprefix('torch.')}{compiled}"
         rows = ("one row", "few rows", "some rows", "many rows")
