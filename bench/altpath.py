@@ -7,8 +7,9 @@ per query, pool sizes and skew open; ours are printed. Three caches see the same
     prefix chain   a chunk is found behind its whole path only; every new path is stored
     listing        FusionRAG's lookup by shorter paths; a new chunk is stored under its full path
     content        ours: the exact tree is asked first, one copy per unique chunk by content
-    content at 2   the same as it is shipped: kept when it was asked for twice, so that what is
-                   seen once takes no room
+    content at 2   the same, kept when it was asked for twice, so that what is seen once takes no
+                   room; documents that come with requests are kept so, those of a knowledge base
+                   at first sight
 
 All three start warm: the knowledge base's chunks are precomputed, right behind the preamble, and
 `--warm` queries of the same kind went before the counted ones. Ours keeps a real knowledge tree of

@@ -471,7 +471,6 @@ QUOTED = [
         ("for models of {} million weights", "model.load:round(SMALLEST_ROUNDED / 1e6)"),
         ("A model of {} million weights and more", "model.load:round(SMALLEST_ROUNDED / 1e6)"),
         ("costs less than {} nats per token on", "model.load:AUTO_KL"),
-        ("twice as much: {} is the aim", "model.decoder:SMALL_KL"),
         ("(up to {} MiB)", "kernels.freed_memory:KEPT_BYTES >> 20"),
         (
             "with {}, {}, {} and {} rows",

@@ -26,3 +26,11 @@ def test_a_limit_of_the_server_that_is_no_number_is_one_line(
     ran = run("serve", "--model", tmp_path / "none", f"--{option}={number}")
     assert (ran.code, ran.err.count("\n")) == (2, 1), ran.err
     assert f"'--{option}'" in ran.err
+
+
+def test_the_help_of_quant_names_the_limit_that_holds() -> None:
+    from kvweave.cli.ask import command
+    from kvweave.model.load import AUTO_KL
+
+    (option,) = (each for each in command.params if each.name == "quant")
+    assert f"under {AUTO_KL:g} nats per token" in str(getattr(option, "help", ""))
