@@ -53,6 +53,8 @@ def started(*args: object) -> Iterator[tuple[subprocess.Popen[str], str, list[st
 def test_the_snippet_of_the_greeting_runs_and_control_c_stops(chat_model_folder: Path) -> None:
     with started("--model", chat_model_folder) as (process, address, lines):
         assert lines[0] == f"kvweave serves llama at {address}"
+        assert "weights in float32" in lines
+        assert not any(word in line for line in lines for word in ("nats", "rows", "prefix"))
         snippet = "\n".join(line.strip() for line in lines[-4:])
         ran = subprocess.run([sys.executable, "-c", snippet], capture_output=True, timeout=120)
         assert ran.returncode == 0, ran.stderr.decode()
