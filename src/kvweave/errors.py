@@ -15,6 +15,7 @@
     ├── UpstreamRefusal        an upstream refused this request
     ├── CorpusError            a document or a knowledge base cannot be used
     │   ├── CorpusDamaged      its bytes are not those that were stored
+    │   ├── CorpusMismatch     it was made with another embedder or tokenizer
     │   ├── CorpusBusy         another process writes it
     │   ├── CorpusFull         there is no room on its disk
     │   └── CorpusReadOnly     its disk, or its folder, cannot be written
@@ -94,6 +95,10 @@ class CorpusError(KVWeaveError):
 
 class CorpusDamaged(CorpusError):
     """What a knowledge base has stored was changed, or is gone."""
+
+
+class CorpusMismatch(CorpusError):
+    """The embedder or the tokenizer that a knowledge base was made with is not the one here."""
 
 
 class CorpusBusy(CorpusError):

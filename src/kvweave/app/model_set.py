@@ -28,7 +28,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError, CorpusMismatch, RequestError
 from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.locate import locate
 from kvweave.model.files.tensor_files import TensorFiles
@@ -202,10 +202,10 @@ class ModelSet:
         promotion: int = PROMOTION,
     ) -> "LibraryOfModels":
         """A knowledge base for all models that have its tokenizer; a new one is cut with that of
-        the usual model. Raises ConfigError where none has it."""
+        the usual model. Raises CorpusMismatch where none has it."""
         fitting = self.models_of(folder)
         if not fitting:
-            raise ConfigError(
+            raise CorpusMismatch(
                 f"the knowledge base {folder.name!r} was cut with a tokenizer that none of "
                 f"{', '.join(self._weaves)} has; serve the model it was made for as well"
             )

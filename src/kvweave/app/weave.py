@@ -51,6 +51,7 @@ from kvweave.config import (
     WeaveConfig,
     given,
 )
+from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.sampling import Sampling
@@ -462,8 +463,10 @@ class Weave:
         return {self.model_name: self.max_context}
 
     def models_of(self, folder: Path) -> list[str]:
-        """The one that is loaded; whether it fits is found out when it is opened."""
-        return [self.model_name]
+        """The one that is loaded, if the knowledge base is new or was cut with its tokenizer."""
+        stored = read_settings(folder)
+        is_fitting = stored is None or stored.tokenizer == self._runtime.tokenizer.fingerprint
+        return [self.model_name] if is_fitting else []
 
     def why_unready(self) -> None:
         """Nothing: what is wrong with the engine is found by those who watch it."""

@@ -7,6 +7,7 @@ families that leave it to their README are in INSTRUCTIONS.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +70,11 @@ INSTRUCTIONS: dict[str, Instructions] = {
     "nomic-embed": Instructions("search_query: ", "search_document: "),
 }
 PASSAGE_PROMPTS = ("passage", "document", "corpus")  # names under which models file theirs
-IDENTITY_VERSION = 2  # raise it when other things are hashed
+IDENTITY_VERSION = (
+    "v3-"  # begins the identity of a folder; another one when other things are hashed
+)
+OLD_IDENTITY = re.compile("[0-9a-f]{32}")  # before v3, of a folder: with the time of its download
+MANIFEST = "manifest.json"  # of the model cache: when and from where the folder was downloaded
 SHAPING_FILES = frozenset((".json", ".txt", ".model", ".safetensors", ".bin", ".pt", ".py"))
 WHOLE_BYTES = 8 << 20  # larger files are sampled: two models differ all over, not in one place
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
@@ -102,22 +107,23 @@ class SentenceEmbedder:
     @cached_property
     def identity(self) -> str:
         """A hash of the model's files and of its instructions, or hub name and commit with them.
+        Nothing of when and where the model was downloaded is in it: a knowledge base moves.
 
         A model of the hub is loaded for it. Raises ModelNotFound where there is none.
         """
         folder = Path(self._where)
-        digest = hashlib.sha256(repr((IDENTITY_VERSION, tuple(self.instructions))).encode())
+        digest = hashlib.sha256(repr((2, tuple(self.instructions))).encode())
         if not folder.is_dir():
             config = getattr(self.model[0].auto_model, "config", None)
             commit = getattr(config, "_commit_hash", None)
             return f"{self._where}@{commit or 'unknown'}+{digest.hexdigest()[:8]}"
         for path in sorted(folder.rglob("*")):
             relative = path.relative_to(folder)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            if path.suffix in SHAPING_FILES and not hidden and path.is_file():
+            is_left_out = path.name == MANIFEST or any(p.startswith(".") for p in relative.parts)
+            if path.suffix in SHAPING_FILES and not is_left_out and path.is_file():
                 digest.update(f"{relative.as_posix()}\0{path.stat().st_size}\0".encode())
                 _hash_file(path, digest)
-        return digest.hexdigest()[:32]
+        return IDENTITY_VERSION + digest.hexdigest()[:32]
 
     @property
     def dim(self) -> int:

@@ -3,14 +3,15 @@
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.durable import make_folder, sync
-from kvweave.corpus.embedder import Embedder
+from kvweave.corpus.embedder import OLD_IDENTITY, Embedder
 from kvweave.corpus.index import AUTO, check_kind
 from kvweave.corpus.settings import (
     CHUNK_TOKENS,
@@ -32,6 +33,9 @@ LOCK = "writer.lock"
 BRIEF = "brief.lock"  # held as well by a writer that is soon done
 DOOMED = ".deleted-"  # begins the name of a folder that is on its way out
 BRIEF_S = 30.0  # that others wait for such a one
+COMPARED_CHUNKS = 4  # embedded again, where an old identity cannot say whether the embedder fits
+# Vectors of one model in 8 bits and in float32 have a cosine of 0.9975 at least (docs/cpu.md)
+SAME_COSINE = 0.99
 
 
 @contextmanager
@@ -116,6 +120,43 @@ def create_folder(
         _make_catalogue(folder)  # first: where there are settings and no catalogue, it was lost
         write_settings(folder, settings)
     return settings
+
+
+def renew_identity(
+    folder: Path, settings: KnowledgeBaseSettings, embedder: Embedder
+) -> KnowledgeBaseSettings:
+    """Return the settings with the identity of `embedder` in place of one that an older kvweave
+    wrote, if it is the same embedder: it has the same name and gives the stored vectors again.
+    Identities of then held the time of download, so they cannot be compared."""
+    identity = embedder.identity
+    is_old = OLD_IDENTITY.fullmatch(settings.embedder_identity) is not None
+    names = {Path(name).name.lower() for name in (settings.embedder, embedder.name)}
+    if not is_old or identity == settings.embedder_identity or len(names) > 1:
+        return settings
+    if settings.dim != embedder.dim or not _has_vectors_of(embedder, folder, settings.dim):
+        return settings
+    # what cannot be written is compared the next time, too
+    with suppress(CorpusError, OSError), writer_lock(folder, briefly=True):
+        settings = replace(read_settings(folder) or settings, embedder_identity=identity)
+        write_settings(folder, settings)
+    return replace(settings, embedder_identity=identity)
+
+
+def _has_vectors_of(embedder: Embedder, folder: Path, dim: int) -> bool:
+    """Whether the embedder gives the vectors of the first chunks again; True where none is."""
+    catalogue = Catalogue(folder / CATALOGUE, create=False)
+    try:
+        chunks = [chunk for _, chunk in catalogue.chunks_after(0, COMPARED_CHUNKS)]
+        stored = catalogue.vectors_of_chunks([chunk.id for chunk in chunks], dim)
+    finally:
+        catalogue.close()
+    if not chunks:
+        return True
+    found = embedder.embed_passages([chunk.text for chunk in chunks])
+    return all(
+        float(vector @ stored[chunk.id]) >= SAME_COSINE
+        for chunk, vector in zip(chunks, found, strict=True)
+    )
 
 
 def _make_catalogue(folder: Path) -> None:

@@ -22,7 +22,7 @@ from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
-from kvweave.corpus.kb_folder import CATALOGUE, create_folder, writer_lock
+from kvweave.corpus.kb_folder import CATALOGUE, create_folder, renew_identity, writer_lock
 from kvweave.corpus.live_index import LiveIndex
 from kvweave.corpus.search import ChunkSearch, SearchOptions
 from kvweave.corpus.settings import (
@@ -91,6 +91,8 @@ class KnowledgeBase:
             if tokenizer is None or embedder is None:
                 raise ConfigError("a new knowledge base needs a tokenizer and an embedder")
             settings = create_folder(folder, tokenizer, embedder, chunk_tokens, index)
+        if embedder is not None:
+            settings = renew_identity(folder, settings, embedder)
         check_settings(
             folder,
             settings,

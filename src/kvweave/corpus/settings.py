@@ -7,7 +7,7 @@ from pathlib import Path
 from kvweave.corpus.index import AUTO
 from kvweave.corpus.index.files import atomic_file
 from kvweave.corpus.trouble import as_corpus_error
-from kvweave.errors import CorpusDamaged, CorpusError
+from kvweave.errors import CorpusDamaged, CorpusError, CorpusMismatch
 
 VERSION = 1
 FILE = "kb.json"
@@ -67,25 +67,25 @@ def check_settings(
     folder: Path,
     stored: KnowledgeBaseSettings,
     *,
-    tokenizer: str | None,
-    embedder_identity: str | None,
-    chunk_tokens: int | None,
+    tokenizer: str | None = None,
+    embedder_identity: str | None = None,
+    chunk_tokens: int | None = None,
 ) -> None:
     """Refuse what does not fit the bytes in the folder. None means the caller does not mind."""
     way_out = "ingest into a new folder"
     if tokenizer is not None and tokenizer != stored.tokenizer:
-        raise CorpusError(
+        raise CorpusMismatch(
             f"{folder} was cut with another tokenizer ({stored.tokenizer[:8]}…, this model has "
             f"{tokenizer[:8]}…); name the model it was made for (--model smollm2 if that was "
             f"the default then), or {way_out}"
         )
     if embedder_identity is not None and embedder_identity != stored.embedder_identity:
-        raise CorpusError(
-            f"{folder} was embedded with {stored.embedder!r} ({stored.embedder_identity[:8]}…), "
-            f"not with {embedder_identity[:8]}…; use that embedder, or {way_out}"
+        raise CorpusMismatch(
+            f"{folder} was embedded with {stored.embedder!r} ({stored.embedder_identity[:11]}…), "
+            f"not with {embedder_identity[:11]}…; use that embedder, or {way_out}"
         )
     if chunk_tokens is not None and chunk_tokens != stored.chunk_tokens:
-        raise CorpusError(
+        raise CorpusMismatch(
             f"{folder} has chunks of at most {stored.chunk_tokens} tokens, not {chunk_tokens}; "
             f"leave the size away, or {way_out}"
         )

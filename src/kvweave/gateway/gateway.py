@@ -110,7 +110,9 @@ class Gateway:
         return {self._model: self.max_context, **self.fleet.models()}
 
     def models_of(self, folder: Path) -> list[str]:
-        return [self._model]
+        stored = read_settings(folder)
+        is_fitting = stored is None or stored.tokenizer == self._upstreams.tokenizer.fingerprint
+        return [self._model] if is_fitting else []
 
     @property
     def engines(self) -> "tuple[Weave, ...]":

@@ -31,6 +31,7 @@ from kvweave.errors import (
     CorpusDamaged,
     CorpusError,
     CorpusFull,
+    CorpusMismatch,
     CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
@@ -72,6 +73,13 @@ OF_DISKS: dict[type[CorpusError], tuple[int, str, str, int | None]] = {
         "this knowledge base cannot be written now; nothing was changed",
         "read_only",
         60,
+    ),
+    CorpusMismatch: (
+        409,
+        "this knowledge base was made with an embedder or a model that this server does not have; "
+        "the server's log says which",
+        "knowledge_base_mismatch",
+        None,
     ),
     CorpusDamaged: (
         500,

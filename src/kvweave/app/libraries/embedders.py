@@ -149,3 +149,8 @@ class Embedders:
             if name not in self._made:
                 self._made[name] = SharedEmbedder(self._open_embedder(name), self._is_quiet)
             return self._made[name]
+
+    def made(self, name: str) -> SharedEmbedder | None:
+        """The embedder if somebody used it here; None: it was not made yet."""
+        with self._lock:
+            return self._made.get(name)

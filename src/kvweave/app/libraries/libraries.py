@@ -32,21 +32,24 @@ from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sen
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, QuestionDefaults, check_order
 from kvweave.corpus.catalogue import DocumentInfo, Totals
+from kvweave.corpus.embedder import OLD_IDENTITY
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.metadata import Metadata, MetadataFilter, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.search import Retrieval, SearchOptions
-from kvweave.corpus.settings import read_settings
+from kvweave.corpus.settings import KnowledgeBaseSettings, check_settings, read_settings
 from kvweave.errors import (
     ConfigError,
     CorpusBusy,
     CorpusError,
     CorpusFull,
+    CorpusMismatch,
     CorpusReadOnly,
     EngineClosed,
     KVWeaveError,
+    ModelError,
     RequestError,
 )
 from kvweave.ingest.pipeline import IngestOptions
@@ -98,6 +101,8 @@ class NoSuchKnowledgeBase(CorpusError):
 # What is said of a knowledge base that does not open, by the kind of trouble; the log says more
 PROBLEMS = {
     "CorpusDamaged": "damaged; its administrator can look with kvweave kb check",
+    "CorpusMismatch": "made with an embedder or a model that this server does not have; its log "
+    "says which",
     "CorpusBusy": "being written by another process; look again in a moment",
     "CorpusFull": "on a disk that is full",
     "CorpusReadOnly": "in a folder that the server may not use",
@@ -170,6 +175,8 @@ class Libraries:
         self._prefill_pace = PrefillPace()
         self._search_paces: dict[LibraryKey, SearchPace] = {}
         self._uses: dict[LibraryKey, ChunkUses] = {}
+        # of those that did not fit when they were opened last: their settings then, and why
+        self._unfit: dict[LibraryKey, tuple[KnowledgeBaseSettings | None, CorpusMismatch]] = {}
         self._making = Counter[LibraryKey]()  # knowledge bases that may be made now
         self._making_lock = threading.Lock()
         self._open_cache: OpenCache[LibraryKey, LibraryHost] = OpenCache(
@@ -303,14 +310,21 @@ class Libraries:
             paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
             uses=self._uses_of(place),
         )
-        return self._weave.over(
-            folder,
-            options,
-            settings,
-            new_embedder=config.embedder,
-            open_embedder=self._embedders.get,
-            promotion=config.promotion,
-        )
+        try:
+            host = self._weave.over(
+                folder,
+                options,
+                settings,
+                new_embedder=config.embedder,
+                open_embedder=self._embedders.get,
+                promotion=config.promotion,
+            )
+        except (CorpusMismatch, ModelError) as error:
+            unfit = CorpusMismatch(str(error))
+            self._unfit[place] = (read_settings(folder), unfit)
+            raise unfit from error
+        self._unfit.pop(place, None)
+        return host
 
     # ── documents ────────────────────────────────────────────────────────────
 
@@ -367,14 +381,32 @@ class Libraries:
         cannot be opened. Never raises for that: others are asked about in the same breath."""
         try:
             totals, kv = self.totals(tenant, name), self.kv_progress(tenant, name)
-            folder = self._folder(LibraryKey(tenant, check_name(name)))
-            settings = None if folder is None else read_settings(folder)
+            settings = self._check_opens(LibraryKey(tenant, check_name(name)))
             return LibraryStatus(totals, kv, order=settings.order if settings else None)
-        except (CorpusError, sqlite3.Error, OSError) as error:
+        except (CorpusError, ModelError, sqlite3.Error, OSError) as error:
             log.warning("knowledge base %r cannot be looked into: %s", name, error)
             progress = KVProgress("failed", 0, 0, 0, why="the knowledge base cannot be opened")
-            kind = type(error).__name__ if isinstance(error, CorpusError) else "CorpusDamaged"
+            is_ours = isinstance(error, KVWeaveError)
+            kind = type(error).__name__ if is_ours else "CorpusDamaged"
             return LibraryStatus(Totals(0, 0, 0), progress, PROBLEMS.get(kind, PROBLEMS[""]))
+
+    def _check_opens(self, place: LibraryKey) -> KnowledgeBaseSettings | None:
+        """Return its settings. Raises CorpusMismatch where they did not fit when it was opened
+        last, or do not fit the models and embedders that are loaded. Loads none itself."""
+        folder = self._folder(place)
+        settings = None if folder is None else read_settings(folder)
+        if folder is None or settings is None:
+            return settings
+        found, unfit = self._unfit.get(place, (None, None))
+        if unfit is not None and found == settings:
+            raise unfit
+        if not self._weave.models_of(folder):
+            raise CorpusMismatch(f"{folder} was cut with another tokenizer; serve its model")
+        embedder = self._embedders.made(settings.embedder)
+        # what an old identity means is found out when it is opened
+        if embedder is not None and not OLD_IDENTITY.fullmatch(settings.embedder_identity):
+            check_settings(folder, settings, embedder_identity=embedder.identity)
+        return settings
 
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
@@ -463,6 +495,7 @@ class Libraries:
             remove_folder(folder)
         self._search_paces.pop(place, None)
         self._uses.pop(place, None)
+        self._unfit.pop(place, None)
 
     def _uses_of(self, place: LibraryKey) -> ChunkUses:
         return self._uses.setdefault(place, ChunkUses())
