@@ -9,7 +9,7 @@ def home() -> Path:
     it is in the user's cache folder. It may not exist yet."""
     override = os.environ.get("KVWEAVE_HOME")
     if override:
-        return Path(override).expanduser()
+        return Path(override).expanduser().absolute()
     from platformdirs import user_cache_path
 
     return user_cache_path("kvweave", appauthor=False)

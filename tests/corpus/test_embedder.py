@@ -37,6 +37,15 @@ def test_identity_follows_the_weights_not_the_folder(model: Path, tmp_path: Path
     assert SentenceEmbedder(other).identity != SentenceEmbedder(model).identity
 
 
+def test_identity_does_not_tell_when_the_model_was_downloaded(model: Path, tmp_path: Path) -> None:
+    seen = {SentenceEmbedder(model).identity}
+    for made in ("2026-01-01T00:00:00+00:00", "2026-02-02T00:00:00+00:00"):
+        copy = Path(shutil.copytree(model, tmp_path / made[:7]))
+        (copy / "manifest.json").write_text(json.dumps({"made": made}))
+        seen.add(SentenceEmbedder(copy).identity)
+    assert len(seen) == 1
+
+
 def test_instructions_come_from_the_model_first_and_from_its_family_second(
     model: Path, tmp_path: Path
 ) -> None:

@@ -1,19 +1,22 @@
 """The facade: opens what fits, refuses what does not, finds and removes."""
 
+import json
 import shutil
 import sqlite3
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index.files import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.lexical import WORD
 from kvweave.corpus.search import SearchOptions
-from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, RequestError
+from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, CorpusMismatch, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder, make_folder, make_text, open_kb
@@ -203,6 +206,36 @@ def test_another_tokenizer_embedder_or_size_is_refused_with_the_way_out(
         KnowledgeBase.open(kb.folder, embedder=WordEmbedder(identity="words-2"))
     with pytest.raises(CorpusError, match="at most 48 tokens, not 64"):
         open_kb(kb.folder, tokenizer, chunk_tokens=64)
+
+
+def write_old_identity(folder: Path) -> None:
+    """As kvweave wrote it when the time of download was in it."""
+    settings = json.loads((folder / "kb.json").read_text())
+    (folder / "kb.json").write_text(json.dumps({**settings, "embedder_identity": "7460" * 8}))
+
+
+def test_an_old_identity_is_renewed_where_the_embedder_gives_the_stored_vectors(
+    kb: KnowledgeBase,
+) -> None:
+    write_old_identity(kb.folder)
+    with KnowledgeBase.open(kb.folder, embedder=WordEmbedder()) as again:
+        assert again.search("pods", 1)
+    assert json.loads((kb.folder / "kb.json").read_text())["embedder_identity"] == "words-1"
+
+
+def test_an_old_identity_of_another_embedder_is_refused(kb: KnowledgeBase) -> None:
+    class Mirrored(WordEmbedder):
+        def embed_passages(self, texts: Sequence[str]) -> Vectors:
+            return super().embed_passages([text[::-1] for text in texts])
+
+    class Renamed(WordEmbedder):
+        name = "e5-words"  # reads other words in front of a question, perhaps
+
+    write_old_identity(kb.folder)
+    for other in (Mirrored(), Renamed(), WordEmbedder(dim=32)):
+        with pytest.raises(CorpusMismatch, match=r"embedded with 'words'.*into a new folder"):
+            KnowledgeBase.open(kb.folder, embedder=other)
+    assert json.loads((kb.folder / "kb.json").read_text())["embedder_identity"] == "7460" * 8
 
 
 def test_a_second_writer_is_refused_and_a_reader_is_not(kb: KnowledgeBase) -> None:

@@ -2,6 +2,7 @@
 is, with nothing half done, no path shown, and the others served."""
 
 import errno
+import json
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
+from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.corpus.kb_folder import writer_lock
+from kvweave.errors import ModelNotFound
 from kvweave.kv.keys import parse_key, tag_of
 from kvweave.serve.errors import without_paths
 from worlds.permissions import closed_folder, plain_user
 from worlds.serving import KbServer, make_libraries, serving, user
+from worlds.tiny_corpus import WordEmbedder
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
 OTHER = {"title": "Quota", "text": "A quota limits the pods of a namespace."}
@@ -300,3 +304,52 @@ def test_a_broken_knowledge_base_can_be_deleted(own: KbServer, how: str, is_open
 )
 def test_paths_are_not_shown(text: str, shown: str) -> None:
     assert without_paths(text) == shown
+
+
+def test_a_knowledge_base_of_another_embedder_or_model_says_so_everywhere(
+    weave: Weave, tmp_path: Path
+) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    with serving(weave, libraries=libraries) as url:
+        server = KbServer(url, weave, libraries, tmp_path)
+        for name in ("cut", "embedded", "good"):
+            assert upload(server, NOTE, name).status_code == 200
+    libraries.close()
+    for name, field in (("cut", "tokenizer"), ("embedded", "embedder_identity")):
+        path = tmp_path / name / "kb.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), field: "another"}))
+    libraries = make_libraries(weave, tmp_path)
+    libraries.embed([""])
+    with serving(weave, libraries=libraries) as url:
+        cut, embedded, good = httpx.get(f"{url}/v1/kb", timeout=60).json()["data"]
+        assert (cut["name"], embedded["name"], good["problem"]) == ("cut", "embedded", None)
+        for unfit in (cut, embedded):
+            assert "made with an embedder or a model that this server does not" in unfit["problem"]
+            body = {"messages": user("How?"), "kb": unfit["name"], "max_tokens": 2}
+            for path, sent in (
+                ("chat/completions", body),
+                (f"kb/{unfit['name']}/search", {"query": "drain"}),
+            ):
+                refused = httpx.post(f"{url}/v1/{path}", json=sent, timeout=60)
+                assert refused.status_code == 409, refused.text
+                assert refused.json()["error"]["code"] == "knowledge_base_mismatch"
+                assert str(tmp_path) not in refused.text
+    libraries.close()
+
+
+def test_a_knowledge_base_whose_embedder_is_gone_says_so_once_it_was_asked(
+    weave: Weave, tmp_path: Path
+) -> None:
+    libraries = make_libraries(weave, tmp_path)
+    libraries.ingest("", "lost", [("Note", "Drain the node.")])
+    libraries.close()
+
+    def open_embedder(name: str) -> WordEmbedder:
+        raise ModelNotFound(f"no embedder {name!r}")
+
+    libraries = Libraries(weave, libraries.config, open_embedder=open_embedder)
+    with serving(weave, libraries=libraries) as url:
+        refused = httpx.post(f"{url}/v1/kb/lost/search", json={"query": "drain"}, timeout=60)
+        assert refused.status_code == 409, refused.text
+        assert httpx.get(f"{url}/v1/kb/lost", timeout=60).json()["problem"]
+    libraries.close()

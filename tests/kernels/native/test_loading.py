@@ -83,6 +83,30 @@ def test_a_file_that_others_may_write_is_not_loaded(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("hasty")
+def test_a_folder_that_others_may_write_is_closed_to_them(tmp_path: Path) -> None:
+    folder = tmp_path / "native"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert is_whole(build(folder, torch_openmp()))
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+@needs_compiler
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+@pytest.mark.usefixtures("hasty")
+def test_a_folder_of_somebody_else_costs_a_compilation_and_nothing_else(tmp_path: Path) -> None:
+    folder = tmp_path / "native"
+    path = build(folder, torch_openmp())
+    assert folder.stat().st_mode & 0o777 == 0o700
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(PermissionError, match="others may write it"):
+        build(folder, torch_openmp())
+    assert open_library(folder).name == path.stem
+    assert list(folder.iterdir()) == [path]
+
+
+@needs_compiler
 def test_several_processes_may_compile_at_once(tmp_path: Path) -> None:
     script = (  # in a hurry, as `hasty` has it in this process
         "import sys; from pathlib import Path\n"

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from kvweave.child_process import FOLDER, make_child_environment
 from kvweave.corpus.parsers import ENDINGS, parse
 from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits
 from kvweave.corpus.parsers.child import FIELDS, HEAD, REASON, RECORDS, SIZE
@@ -72,15 +73,17 @@ class ParserChild:
     """One process. One file at a time; any thread."""
 
     def __init__(self) -> None:
-        package = Path(__file__).resolve().parents[3]
-        paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = make_child_environment()
+        package = str(Path(__file__).resolve().parents[3])
+        paths = filter(None, [package, environment.get("PYTHONPATH")])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvweave.corpus.parsers.child"],
+            [sys.executable, "-P", "-m", "kvweave.corpus.parsers.child"],
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
+            cwd=FOLDER,
             start_new_session=True,  # Ctrl-C is for us, who end it
         )
         assert self._process.stdin is not None, "asked for"

@@ -11,17 +11,22 @@ Torch has an OpenMP with threads of its own. What is compiled here is linked to 
 other: a second one in a process would have its own threads, and the two would wait for each other.
 """
 
+import errno
 import hashlib
 import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+
+from kvweave import child_process
+from kvweave.child_process import make_child_environment
 
 SOURCE = Path(__file__).with_name("rows.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -38,20 +43,33 @@ def build(folder: Path, openmp: Path | None) -> Path:
     """The compiled file in `folder`: found there, or compiled now. Any number of processes.
 
     `openmp` is the library to link to; None: one thread. Raises BuildError; an OSError where the
-    folder cannot be written.
+    folder cannot be written, or others may write it.
     """
     flags = _flags(openmp)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _close_to_others(folder)
     path = folder / f"{_name(flags, openmp)}.so"
     if is_whole(path):
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder.absolute(), prefix=".new-") as scratch:
         made = _compile(Path(scratch), flags, openmp)
         body = made.read_bytes()
         made.write_bytes(body + _checksum(body))
         made.chmod(0o755)
         made.replace(path)
     return path
+
+
+def _close_to_others(folder: Path) -> None:
+    """Take the right to write into the folder from others: who has it can put another file into
+    the place of one that was checked. Raises PermissionError where the folder is not ours."""
+    about = folder.stat()
+    is_sticky = bool(about.st_mode & stat.S_ISVTX)  # others cannot replace what is ours in it
+    if about.st_uid in (0, os.getuid()) and (is_sticky or not about.st_mode & 0o022):
+        return
+    if about.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "others may write it", str(folder))
+    folder.chmod(stat.S_IMODE(about.st_mode) & ~0o022)
 
 
 def is_whole(path: Path) -> bool:
@@ -122,7 +140,14 @@ def _compile(scratch: Path, flags: tuple[str, ...], openmp: Path | None) -> Path
 def _run(command: list[str]) -> None:
     try:
         # no shell; the words are ours, the compiler is the one on the user's path
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)  # noqa: S603
+        done = subprocess.run(  # noqa: S603
+            command,
+            env=make_child_environment(*child_process.COMPILERS),
+            cwd=child_process.FOLDER,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"{command[0]} could not be run: {error}") from None
     if done.returncode:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from kvweave.child_process import FOLDER
+
 _POLL_S = 0.2
 
 
@@ -15,13 +17,19 @@ def run_child(
     log_path: Path,
     on_poll: Callable[[], None],
 ) -> int:
-    """Exit status of `command`; what it says goes to `log_path`. Blocks.
+    """Exit status of `command`, which names files by whole paths: it does not run in our working
+    directory. What it says goes to `log_path`. Blocks.
 
     `on_poll` is called five times a second on this thread; what it raises ends the child first.
     """
     with log_path.open("wb") as log:
         child = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            command,
+            env=dict(environment),
+            cwd=FOLDER,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
         try:
             while child.poll() is None:

@@ -4,7 +4,6 @@ Inside ours its retries could not be stopped: a hub that nobody can reach would 
 and Ctrl-C would not end it.
 """
 
-import os
 import socket
 import sys
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from kvweave.child_process import DOWNLOADS, make_child_environment
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.child import largest_file, run_child
 from kvweave.model.files.model_cache import PullStep, link_or_copy
@@ -52,9 +52,11 @@ class HubFile:
     def _download(self, at: Workplace) -> Path:
         """In a process of its own, which can be stopped: inside ours, its retries could not be."""
         log_path = at.scratch / "hub.log"
-        command = [sys.executable, "-c", _HUB_CHILD, self.repo, self.file, str(at.kept)]
+        kept = str(at.kept.absolute())
+        command = [sys.executable, "-P", "-c", _HUB_CHILD, self.repo, self.file, kept]
+        environment = make_child_environment(*DOWNLOADS, "HF_", "HUGGING_FACE_")
         # plain HTTP goes on where it stopped and shows how far it is
-        environment = os.environ | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         came, came_s = largest_file(at.kept), time.monotonic()
 
         def look() -> None:

