@@ -1,17 +1,28 @@
 """`kvweave kb` as a user meets it: check, backup, restore, rm."""
 
+import hashlib
+import io
 import json
+import re
+import socket
 import sqlite3
+import subprocess
+import sys
 import tarfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from kvweave.app.library.library_kv import KVOptions
 from kvweave.cli import cli
+from kvweave.config import StoreSettings
+from kvweave.corpus.backup import PARTS, _work_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import CorpusDamaged, CorpusError
 from kvweave.ingest import ingest
+from kvweave.kv.config import DiskTierConfig
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_tokenizer, open_kb
 
@@ -154,3 +165,164 @@ def test_a_removal_that_is_killed_leaves_no_half_under_the_name(
     open_kb(folder, tokenizer).close()  # the name is free
     kvweave("rm", "--kb", folder, "--yes")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".deleted-")]
+
+
+# ---- backups that somebody else made
+
+
+def make_backup(file: Path, folder: Path, **members: tarfile.TarInfo) -> Path:
+    """A backup of the folder with sums that are right; `members` by the beginning of their names
+    take the place of those that belong there."""
+    sums = {part: hashlib.sha256((folder / part).read_bytes()).hexdigest() for part in PARTS}
+    manifest = json.dumps({"version": 1, "sha256": sums}).encode()
+    with tarfile.open(file, "w", format=tarfile.PAX_FORMAT) as archive:
+        info = tarfile.TarInfo("manifest.json")
+        info.size = len(manifest)
+        archive.addfile(info, io.BytesIO(manifest))
+        for part in PARTS:
+            if (other := members.get(part.partition(".")[0])) is not None:
+                archive.addfile(other, io.BytesIO(bytes(other.size)))
+            else:
+                archive.add(folder / part, part)
+    return file
+
+
+def execute(folder: Path, command: str) -> None:
+    with closing(sqlite3.connect(folder / "catalogue.sqlite")) as db, db:
+        db.execute(command)
+
+
+def test_a_restored_one_has_names_of_its_own(
+    folder: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """The uid of a catalogue names a folder of chunk KV: ../victim was taken as it was."""
+    execute(folder, "UPDATE state SET uid = '../victim'")
+    settings = json.loads((folder / "kb.json").read_text())
+    kvweave("restore", make_backup(tmp_path / "evil", folder), "--kb", tmp_path / "again")
+    with open_kb(tmp_path / "again", tokenizer) as kb:
+        assert re.fullmatch("[0-9a-f]{32}", kb.catalogue.uid())
+        assert kb.settings.uid != settings["uid"]  # collections on a server are told apart by it
+        options = KVOptions(store=StoreSettings(disk_folder=tmp_path / "store"))
+        disk = options.store_config(kb).tiers[1]
+        assert isinstance(disk, DiskTierConfig)
+        assert disk.root.resolve().parent == tmp_path / "store"
+
+
+def test_a_uid_that_is_a_path_is_refused_where_it_is_used(
+    folder: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    trigger = "CREATE TRIGGER evil AFTER UPDATE ON state BEGIN UPDATE state SET uid = '../x'; END"
+    execute(folder, trigger)
+    with pytest.raises(CorpusDamaged, match="has a uid that is none"):
+        kvweave("restore", make_backup(tmp_path / "evil", folder), "--kb", tmp_path / "again")
+    execute(folder, "UPDATE state SET uid = '../x'")
+    with open_kb(folder, tokenizer) as kb, pytest.raises(CorpusDamaged, match="uid"):
+        KVOptions(store=StoreSettings(disk_folder=tmp_path / "store")).store_config(kb)
+
+
+def test_a_restored_one_asks_no_server_that_the_backup_named(
+    folder: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    settings = json.loads((folder / "kb.json").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        (folder / "kb.json").write_text(json.dumps({**settings, "index": url}))
+        file = make_backup(tmp_path / "evil", folder)
+        told = CliRunner().invoke(cli, ["kb", "restore", str(file), "--kb", str(tmp_path / "a")])
+        assert url in told.output
+        with open_kb(tmp_path / "a", tokenizer) as kb:
+            assert kb.search("evict the pods", 1)[0].chunk.title == "Drain"
+            assert kb.settings.index == "auto"
+        server.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"uid": "../x"}, {"dim": 1 << 40}, {"dim": "8"}, {"embedder": 3}, {"chunk_tokens": 0}]
+)
+def test_settings_that_no_kvweave_wrote_are_refused(
+    folder: Path, tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    settings = json.loads((folder / "kb.json").read_text())
+    (folder / "kb.json").write_text(json.dumps({**settings, **wrong}))
+    with pytest.raises(CorpusDamaged, match=r"kb\.json does not parse"):
+        kvweave("restore", make_backup(tmp_path / "evil", folder), "--kb", tmp_path / "again")
+
+
+def make_sparse() -> tarfile.TarInfo:
+    """3 GB of nothing, in a few bytes."""
+    info = tarfile.TarInfo("catalogue.sqlite")
+    size = 3 << 30
+    info.pax_headers = {
+        "GNU.sparse.major": "0",
+        "GNU.sparse.minor": "1",
+        "GNU.sparse.name": "catalogue.sqlite",
+        "GNU.sparse.size": str(size),
+        "GNU.sparse.map": f"0,0,{size},0",
+    }
+    return info
+
+
+def make_link(kind: bytes) -> tarfile.TarInfo:
+    info = tarfile.TarInfo("catalogue.sqlite")
+    info.type, info.linkname = kind, "catalogue.sqlite"
+    return info
+
+
+@pytest.mark.parametrize(
+    "member",
+    [make_sparse(), make_link(tarfile.SYMTYPE), make_link(tarfile.LNKTYPE)],
+    ids=["sparse", "a link to itself", "a hard link to itself"],
+)
+def test_members_that_are_no_plain_files_are_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, member: tarfile.TarInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = make_backup(tmp_path / "evil", folder, catalogue=member)
+    assert file.stat().st_size < 30_000
+    written: list[Path] = []
+    monkeypatch.setattr("shutil.copyfileobj", lambda source, target, _: written.append(target))
+    with pytest.raises(CorpusDamaged, match="is no plain file"):
+        kvweave("restore", file, "--kb", tmp_path / "again")
+    assert written == []
+
+
+def test_settings_of_a_backup_are_small(folder: Path, tmp_path: Path) -> None:
+    large = tarfile.TarInfo("kb.json")
+    large.size = 2 << 20
+    with pytest.raises(CorpusDamaged, match="is no plain file"):
+        kvweave("restore", make_backup(tmp_path / "evil", folder, kb=large), "--kb", tmp_path / "a")
+
+
+def test_a_file_that_is_a_link_to_itself_is_one_line(folder: Path, tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(CorpusError, match=r"cannot read .*loop"):
+        kvweave("restore", loop, "--kb", tmp_path / "again")
+    with pytest.raises(CorpusError, match="is there already"):
+        kvweave("backup", loop, "--kb", folder)
+    file = make_backup(tmp_path / "sound", folder)
+    with pytest.raises(CorpusError, match="loop"):
+        kvweave("restore", file, "--kb", loop)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+import kvweave.corpus.backup as backup
+backup._sum = lambda path: os.kill(os.getpid(), 9)
+getattr(backup, sys.argv[1])(Path(sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+def test_what_killed_backups_left_goes_with_the_next(folder: Path, tmp_path: Path) -> None:
+    place = tmp_path / "backups"
+    file = make_backup(tmp_path / "sound", folder)
+    for what, source, target in (("backup", folder, "file"), ("restore", file, "kb")):
+        command = [sys.executable, "-c", KILLED, what, str(source), str(place / target)]
+        assert subprocess.run(command, check=False).returncode == -9
+    assert len(list(place.iterdir())) == 1  # the second took what the first left
+    with _work_folder(place) as running:
+        kvweave("backup", place / "whole", "--kb", folder)
+        assert sorted(place.iterdir()) == [running, place / "whole"]  # its process is alive
+    assert list(place.iterdir()) == [place / "whole"]

@@ -176,6 +176,12 @@ def restore_command(file: Path, kb_folder: Path, as_json: bool) -> None:
         click.echo(json.dumps({"folder": str(kb_folder), **done._asdict()}))
         return
     click.echo(f"{done.num_documents:,} documents, {done.num_chunks:,} chunks in {kb_folder}")
+    if done.left_index is not None:
+        click.echo(
+            f"its index was at {done.left_index!r} and is local now; to use a server again: "
+            f"kvweave ingest PATH --kb {kb_folder} --index URL",
+            err=True,
+        )
 
 
 @command.command("set")

@@ -6,6 +6,7 @@ remembers its generation knows exactly what it has missed. A killed process leav
 """
 
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from kvweave.errors import CorpusDamaged
 from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
 VectorIds = NDArray[np.int64]
+UID = re.compile("[0-9a-f]{32}")
 AMONG = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
 # the fields of DocumentInfo
 INFO = (
@@ -288,9 +290,17 @@ class Catalogue:
         return int(generation)
 
     def uid(self) -> str:
-        """Random, and its own: generations and vector ids of another catalogue mean nothing."""
+        """Random, and its own: generations and vector ids of another catalogue mean nothing. It
+        names a folder of chunk KV, so one that this class did not make is CorpusDamaged."""
         (uid,) = self._db.execute("SELECT uid FROM state").fetchone()
+        if not UID.fullmatch(str(uid)):
+            raise CorpusDamaged(f"{self.path} has a uid that is none; restore it from a backup")
         return str(uid)
+
+    def renew_uid(self) -> None:
+        """Give it another uid, for a catalogue that was copied: the two go separate ways."""
+        with self.database.transaction() as db:
+            db.execute("UPDATE state SET uid = lower(hex(randomblob(16)))")
 
     def changes_since(self, generation: int, last_vector_id: int) -> VectorChanges:
         """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""

@@ -1,6 +1,7 @@
 """kb.json: what a knowledge base was made with, checked at every opening, and its usual order."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from kvweave.errors import CorpusDamaged, CorpusError, CorpusMismatch
 VERSION = 1
 FILE = "kb.json"
 CHUNK_TOKENS = 256
+LARGEST = 1 << 20  # of sizes
+UID = re.compile("[0-9a-f]{0,32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,27 @@ def read_settings(folder: Path) -> KnowledgeBaseSettings | None:
         unknown = sorted(set(stored) - known)
         if unknown:
             raise CorpusError(f"{path} has unknown settings: {', '.join(unknown)}")
-        return KnowledgeBaseSettings(**stored)
+        settings = KnowledgeBaseSettings(**stored)
+        _check_values(settings)
+        return settings
     except (ValueError, KeyError, TypeError) as error:
         raise CorpusDamaged(
             f"{path} does not parse ({error!r}); restore it or ingest into a new folder"
         ) from error
     except OSError as error:
         raise as_corpus_error(error, f"cannot read {path}") from error
+
+
+def _check_values(settings: KnowledgeBaseSettings) -> None:
+    """Raise ValueError for what no kvweave wrote: the file may come from anybody."""
+    names = (settings.tokenizer, settings.embedder, settings.embedder_identity, settings.index)
+    sizes = (settings.dim, settings.chunk_tokens)
+    if not all(isinstance(name, str) for name in (*names, settings.uid)):
+        raise ValueError("a name that is no text")
+    if not all(type(size) is int and 0 < size <= LARGEST for size in sizes):
+        raise ValueError(f"a size that is not between 1 and {LARGEST}")
+    if not UID.fullmatch(settings.uid):
+        raise ValueError("a uid that is none")
 
 
 def check_settings(
