@@ -65,6 +65,7 @@ def test_a_knowledge_base_and_its_backup_answer_the_same_in_another_home(
     assert elsewhere["answer"] == answer["answer"]
     assert elsewhere["explain"]["tokens"] == answer["explain"]["tokens"]  # chunk KV is found, too
     run("kb", "restore", tmp_path / "kb.backup", "--kb", restored)
+    run("ingest", tmp_path / "notes", "--kb", restored, *model, "--kv")  # KV is in no backup
     again = ask(restored)
     assert again["answer"] == answer["answer"]
     assert [s["chunk"] for s in again["sources"]] == [s["chunk"] for s in answer["sources"]]
