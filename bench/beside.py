@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from common.results import finish, result_header
-from kvweave.engine import lifecycle
+from kvweave.engine import fused_prompts
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.fused_step import PrefillMode, prefill_mode_of
+from kvweave.engine.fused_prompts import runs_in_slices
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCost
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -48,7 +48,7 @@ from kvweave.types import Chunk, ChunkId
 PREAMBLE, QUESTION, CHUNK = 32, 40, 256
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-RULES = {"own step": lambda *_, **__: PrefillMode.STREAMED, "joined": prefill_mode_of}
+RULES = {"own step": lambda *_, **__: False, "joined": runs_in_slices}
 
 
 class World:
@@ -100,11 +100,11 @@ def first_token_s(world: World, engine: Engine, now: Clock) -> float:
 
 @contextmanager
 def ruled(name: str) -> Iterator[None]:
-    lifecycle.prefill_mode_of = RULES[name]  # type: ignore[attr-defined]
+    fused_prompts.runs_in_slices = RULES[name]  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        lifecycle.prefill_mode_of = prefill_mode_of  # type: ignore[attr-defined]
+        fused_prompts.runs_in_slices = runs_in_slices  # type: ignore[attr-defined]
 
 
 def beside(

@@ -27,7 +27,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.kv.format.codec import CODECS, LayerKV
 from kvweave.kv.format.objects import layer_of, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
@@ -147,7 +147,7 @@ def answer_over(
     ids = request.prompt_ids
     kv = decoder.new_kv(len(ids) + len(answer))
     stored = [through(key, layers, codec) for key, layers in zip(keys, chunks, strict=True)]
-    stitched = Stitched(decoder, request, preamble, ComputedChunks(stored), kv)
+    stitched = stitch(decoder, request, preamble, ComputedChunks(stored), kv)
     first = fuse(stitched).logits
     positions = range(len(ids), len(ids) + len(answer) - 1)
     rest = decoder.forward([Rows(answer[:-1], positions, kv, range(len(answer) - 1))])

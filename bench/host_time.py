@@ -30,10 +30,11 @@ from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.request import ChunkSpan, PromptChunk
 from kvweave.fuse.selectors import query_attention
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.fuse.transfer import pipeline
+from kvweave.fuse.transfer import own, pipeline
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
@@ -69,8 +70,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("angles", Decoder, "angles"),
     ("stitched", prefill, "Stitched"),
     ("rows", fuse, "select_rows"),
-    ("fuse", prefill, "fuse"),
-    ("selector", QueryAttention, "ranked"),
+    ("fuse", prefill, "order_fusion"),
+    ("selector", QueryAttention, "select"),
     ("drift", fuse, "make_mover"),
     ("head of the pass", fuse, "fused_pass"),
     ("record", prefill.StoredPrompt, "_record"),
@@ -136,16 +137,15 @@ def watching(clock: Clock) -> Iterator[None]:
         stack.enter_context(patch.object(fused_pass, "attend", lambda q, *_, **__: q))
         stack.enter_context(patch.object(QueryAttention, "scores", lambda *_: None))
         stack.enter_context(patch.object(query_attention, "ranked_positions", every_sixth))
-        stack.enter_context(patch.object(prefill, "open_source", through_ring))
+        stack.enter_context(patch.object(own, "open_source", through_ring))
         yield
 
 
 @contextmanager
 def through_ring(
-    decoder: Decoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, strategy: Strategy
+    decoder: Decoder, placed: Sequence[ChunkSpan], layers: LayerTransfer, needs: Needs
 ) -> Iterator[pipeline.PipelinedChunks]:
     """As `open_source` does it for a GPU."""
-    needs = strategy.needs(SPEC.num_layers)
     order, at_once = taking_order(needs, SPEC.num_layers), needs.probe in ("none", "full")
     ahead = pipeline.LookAhead(order, 0.0, begins=at_once)
     yield pipeline.PipelinedChunks(decoder, placed, layers, RING, ahead)

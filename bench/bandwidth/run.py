@@ -35,8 +35,8 @@ from common.gpu_world import Size, World, wait
 from common.results import finish, read_results, result_header
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import classify
-from kvweave.fuse.selectors.base import Needs
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import open_strategy
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import open_source
@@ -179,9 +179,9 @@ def once(
         chooses = Noting(strategy.selector)
         wait(world.device)
         started_s = layers.start()
-        with open_source(world.decoder, request.placed, layers, strategy) as source:
+        with open_source(world.decoder, request.placed, layers, needs) as source:
             kv = world.decoder.new_kv(len(request.prompt_ids))
-            laid = Stitched(world.decoder, request, world.preamble, source, kv)
+            laid = stitch(world.decoder, request, world.preamble, source, kv)
             fused = fuse(laid, replace(strategy, selector=chooses), ratio)
             int(fused.logits.argmax())
             ended_s = time.perf_counter()
@@ -204,13 +204,8 @@ class Noting:
     def needs(self, num_layers: int) -> Needs:
         return self._selector.needs(num_layers)
 
-    def select(self, scene: Any, count: int) -> Tensor:
-        chosen = self._selector.select(scene, count)
-        self.chosen_s = time.perf_counter()
-        return chosen
-
-    def ranked(self, scene: Any, counts: Sequence[int]) -> list[Tensor]:
-        chosen = self._selector.ranked(scene, counts)
+    def select(self, scene: Any, counts: Sequence[int]) -> list[Tensor]:
+        chosen = self._selector.select(scene, counts)
         self.chosen_s = time.perf_counter()
         return chosen
 

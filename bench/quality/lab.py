@@ -17,7 +17,7 @@ from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import Stitched, stitch
 from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.keys import ChunkKey
@@ -134,7 +134,7 @@ class Lab:
         names = {s.name for s in self.strategies} if variant in self.asked else set()
         beside = self.encoder.beside(question, names, keys, made, prefixes)
         kv = decoder.new_kv(len(request.prompt_ids))
-        stitched = Stitched(decoder, request, preamble, ComputedChunks(made, beside), kv)
+        stitched = stitch(decoder, request, preamble, ComputedChunks(made, beside), kv)
         scene = Scene(stitched, torch.tensor(request.hits))
         scores: dict[str, torch.Tensor] = {}
 
@@ -160,7 +160,7 @@ class Lab:
                 if strategy.name == ORACLE:
                     selector = Oracle(trials)
                 assert selector is not None
-                rows = selector.select(scene, count)
+                rows = selector.select(scene, (count,))[0]
             return Cell(tuple(rows.tolist()), strategy.drift, exact_layer_1=in_flight)
 
         return request, stitched, chosen
@@ -181,7 +181,7 @@ class Lab:
                 continue  # `fuse` cannot ask it
             strategy = by_name.get(name)
             kv = self.decoder.new_kv(len(request.prompt_ids))
-            again = Stitched(
+            again = stitch(
                 self.decoder,
                 request,
                 self.encoder.prefix(question.prompt.preamble),

@@ -165,7 +165,7 @@ def hook_engine(strikes: Strikes, marked: Callable[[], int | None]) -> None:
     from kvweave.fuse.selectors.query_attention import QueryAttention
     from kvweave.model.decoder import Decoder
 
-    real_forward, real_ranked = Decoder.forward, QueryAttention.ranked
+    real_forward, real_ranked = Decoder.forward, QueryAttention.select
 
     def forward(self: Decoder, batch: Any) -> Any:
         mark = marked()
@@ -194,7 +194,7 @@ def hook_engine(strikes: Strikes, marked: Callable[[], int | None]) -> None:
         return real_ranked(self, scene, counts)
 
     Decoder.forward = forward  # type: ignore[method-assign]
-    QueryAttention.ranked = ranked  # type: ignore[method-assign]
+    QueryAttention.select = ranked  # type: ignore[method-assign]
 
 
 class Control:

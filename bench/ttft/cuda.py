@@ -27,7 +27,7 @@ from kvweave.fuse.fuse import fuse
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
@@ -147,7 +147,7 @@ class Runs:
                         world.question, present={c.key for c in chunks}, first_is_exact=False,
                     )  # fmt: skip
                     kv = world.decoder.new_kv(len(request.prompt_ids))
-                    laid = Stitched(world.decoder, request, world.preamble, source, kv)
+                    laid = stitch(world.decoder, request, world.preamble, source, kv)
                     fused = fuse(laid, strategy, ratio)
                     int(fused.logits.argmax())
                     return stages(fused.load_s, fused.select_s, fused.pass_s)

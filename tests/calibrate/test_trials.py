@@ -13,7 +13,7 @@ from kvweave.calibrate.encodings import ContextPrefixes
 from kvweave.calibrate.trials import Trials, judge
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
@@ -38,7 +38,7 @@ def run(world: World, room: int) -> tuple[Trials, Tensor, list[SequenceKV]]:
     logits, alone = [], []
     for i, (name, ratio) in enumerate(SETTINGS):
         kv = trials.kv(i)
-        stitched = Stitched(decoder, request, world.prefix, world.source, kv)
+        stitched = stitch(decoder, request, world.prefix, world.source, kv)
         strategy = replace(world.strategy(name), drift=0.0, taper=None)
         logits.append(fuse(stitched, strategy, ratio).logits)
         own = decoder.new_kv(1)
@@ -154,7 +154,7 @@ def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
         case = Case((1, 2), (chunk,), (13, 14, 15), (0, 3))
         request = case.request((), first_is_exact=False)
         kv, preamble = trials.kv(number), ContextPrefixes(decoder).of(case.preamble)
-        stitched = Stitched(decoder, request, preamble, ComputedChunks([]), kv)
+        stitched = stitch(decoder, request, preamble, ComputedChunks([]), kv)
         logits.append(fuse(stitched).logits)
     return trials, torch.stack(logits)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.prefill import StoredPrompt
+from kvweave.fuse.record import WAYS
 from kvweave.kv.residency import Miss
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -344,7 +344,7 @@ def test_a_weave_that_fails_fails_alone(
         with pytest.raises(RuntimeError, match="no weaving today"):
             list(engine.submit(world.request(CHUNKS, strategy)))
         stats = engine.stats()
-        assert [stats[f"fused_{how}"] for how in ("begun", *PrefillMode)] == [1, 0, 0, 0]
+        assert [stats[f"fused_{how}"] for how in ("begun", *WAYS)] == [1, 0, 0, 0]
         assert list(beside) == alone(world.decoder, good)
         at_rest(engine, world)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from kvweave.engine import lifecycle
+from kvweave.engine import fused_prompts
 from kvweave.engine.engine import Engine
-from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
+from kvweave.fuse.record import JOINED, STREAMED
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
@@ -295,19 +295,20 @@ def test_slices_behind_an_exact_front_are_answered_as_one_pass(
     request = replace(request, use_tree=True)
     cfg = replace(SMALL, step_rows=3, alone_rows=3, pool_tokens=4 * 60)
     answers = {}
-    for mode in (PrefillMode.STREAMED, PrefillMode.JOINED):
-        monkeypatch.setattr(lifecycle, "prefill_mode_of", lambda *_, mode=mode, **__: mode)
+    for way in (STREAMED, JOINED):
+        in_slices = way == JOINED
+        monkeypatch.setattr(fused_prompts, "runs_in_slices", lambda *_, it=in_slices, **__: it)
         with Engine(world.decoder, cfg) as engine:
             list(engine.submit(with_chunks(PREAMBLE, chunks[:front], QUESTION, max_tokens=1)))
             beside = [engine.submit(plain([1, 2, 3 + i], max_tokens=60)) for i in range(2)]
             ticket = engine.submit(request)
-            answers[mode] = answer(ticket)
+            answers[way] = answer(ticket)
             assert ticket.record is not None
-            assert ticket.record.way == str(mode)
+            assert ticket.record.way == way
             exact = [chunk.state.value for chunk in ticket.record.chunks].count("exact")
             assert exact >= front, "the tree had them"
             for other in beside:
                 other.cancel()
                 assert other.wait(30)
             at_rest(engine, world)
-    assert answers[PrefillMode.JOINED] == answers[PrefillMode.STREAMED]
+    assert answers[JOINED] == answers[STREAMED]

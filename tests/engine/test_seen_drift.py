@@ -10,7 +10,7 @@ from torch import Tensor
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.fuse.shared_chunks import SharedChunks
+from kvweave.fuse.shared_chunks import SharedLayers
 from worlds.engine import SMALL
 from worlds.fused import World, answer, shuffled
 
@@ -37,7 +37,7 @@ def test_answers_are_nearer_to_those_over_copies_than_without(
     ]
     copied = thoughts(world, replace(SMALL, share_chunks=False), requests)
     seen = thoughts(world, SHARED, requests)
-    monkeypatch.setattr(SharedChunks, "keep_shifts", lambda *_: None)
+    monkeypatch.setattr(SharedLayers, "keep_shifts", lambda *_: None)
     unseen = thoughts(world, SHARED, requests)
 
     def apart(found: list[Tensor]) -> float:

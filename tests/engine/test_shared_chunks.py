@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.lifecycle import Lifecycle
+from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.request import State
 from kvweave.kv.residency import Miss
@@ -415,14 +415,14 @@ def test_chunks_that_are_deleted_before_their_first_pass_are_the_requests_own(
 ) -> None:
     """It was let in, and has pages for them."""
     request = world.request([CHUNKS[2], CHUNKS[0]], "weave", 0.3)
-    want, take = world.alone(request), Lifecycle.take_own_step
+    want, take = world.alone(request), OwnSteps._take
 
     def deleted(self, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
         engine._prefixes.forget_all("")
         return take(self, sequence, meanwhile)
 
     with Engine(world.decoder, SHARED) as engine:
-        monkeypatch.setattr(Lifecycle, "take_own_step", deleted)
+        monkeypatch.setattr(OwnSteps, "_take", deleted)
         assert answer(engine.submit(request)) == want
         assert resident(engine) == 0
         at_rest(engine, world)

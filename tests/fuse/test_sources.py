@@ -10,7 +10,7 @@ import torch
 
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.sources import ChunkLost, StoredChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.kernels import dispatch
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kv.format.codec import LayerKV
@@ -138,7 +138,7 @@ def test_a_layer_is_laid_once_and_in_any_order(decoder: Decoder) -> None:
 
     world = World(decoder)
     kv = decoder.new_kv(1)
-    stitched = Stitched(decoder, world.request, world.prefix, Counting(world), kv)  # type: ignore[arg-type]
+    stitched = stitch(decoder, world.request, world.prefix, Counting(world), kv)  # type: ignore[arg-type]
     for layer in (2, 0, 1, 2, 0):
         stitched.lay(layer)
     assert asked == {0: 1, 1: 1, 2: 1}
@@ -162,7 +162,7 @@ def test_stitched_kv_equals_kv_laid_by_hand(decoder: Decoder, missing: set[int])
 def test_a_preamble_of_another_length_is_our_own_bug(decoder: Decoder) -> None:
     world, other = World(decoder), World(decoder, preamble=[1, 2])
     with pytest.raises(AssertionError, match="preamble"):
-        Stitched(decoder, world.request, other.prefix, world.source, decoder.new_kv(1))
+        stitch(decoder, world.request, other.prefix, world.source, decoder.new_kv(1))
 
 
 def test_chunks_are_named_by_their_tokens() -> None:

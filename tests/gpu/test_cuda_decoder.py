@@ -15,7 +15,7 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import StoredChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.model.decoder import Decoder
@@ -116,6 +116,6 @@ def weave(decoder: Decoder, codec: str) -> Tensor:
     )
     kv = decoder.new_kv(1)
     source = StoredChunks(decoder, request.placed, Packed(packed))
-    stitched = Stitched(decoder, request, preamble, source, kv)
+    stitched = stitch(decoder, request, preamble, source, kv)
     rows = [20, 21, 60, *range(100, 120)]
     return fused_pass(stitched, rows).logits.cpu()

@@ -99,11 +99,12 @@ def test_fusion_of_groups_equals_fusion_of_what_was_computed(
     world: World, transfers: Transfers, name: str
 ) -> None:
     computed, want = world.fuse(name, 0.2)
-    own_source, strategy, layers = world.source, world.strategy(name), transfers.load()
+    own_source, layers = world.source, transfers.load()
+    needs = world.strategy(name).needs(world.decoder.spec.num_layers)
     try:
         with (
             transfers.lease,
-            open_source(world.decoder, world.request.placed, layers, strategy) as source,
+            open_source(world.decoder, world.request.placed, layers, needs) as source,
         ):
             assert isinstance(source, PipelinedChunks)
             world.source = source  # type: ignore[assignment]

@@ -79,11 +79,12 @@ def test_fusion_from_the_store_equals_fusion_of_what_was_computed(
 ) -> None:
     fill(store, world)
     computed, want = world.fuse(name, 0.2)
-    source, strategy = world.source, world.strategy(name)
+    source = world.source
+    needs = world.strategy(name).needs(world.decoder.spec.num_layers)
     try:
         with leased(store, world) as lease:
             layers = store.load(lease, extras=world.extras or ())
-            with open_source(world.decoder, world.request.placed, layers, strategy) as pipelined:
+            with open_source(world.decoder, world.request.placed, layers, needs) as pipelined:
                 assert isinstance(pipelined, PipelinedChunks)
                 world.source = pipelined  # type: ignore[assignment]
                 stored, got = world.fuse(name, 0.2)
@@ -178,12 +179,13 @@ def test_a_pass_makes_the_host_wait_once_at_most(
     """Besides the end: rows that a probe chose come to the host once."""
     fill(store, world)
     strategy, own_source = world.strategy(name), world.source
+    needs = strategy.needs(world.decoder.spec.num_layers)
     for _ in range(3):  # plans, kernels and recordings are made once
         world.fuse(name, 0.2)
     with leased(store, world) as lease:
         layers = store.load(lease, extras=world.extras or ())
         layers.wait_layer(world.decoder.spec.num_layers - 1)
-        with open_source(world.decoder, world.request.placed, layers, strategy) as source:
+        with open_source(world.decoder, world.request.placed, layers, needs) as source:
             world.source = source  # type: ignore[assignment]
             try:
                 with warnings.catch_warnings(record=True) as seen:

@@ -20,7 +20,7 @@ from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import Stitched, stitch
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
@@ -123,7 +123,7 @@ class World:
 
     def stitched(self, kv: SequenceKV | None = None) -> Stitched:
         kv = kv or self.decoder.new_kv(1)
-        return Stitched(self.decoder, self.request, self.prefix, self.source, kv)
+        return stitch(self.decoder, self.request, self.prefix, self.source, kv)
 
     def scene(self) -> Scene:
         hits = torch.tensor(self.request.hits, dtype=torch.int64)

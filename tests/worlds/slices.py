@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kvweave.engine.progress import SparseRows
 from kvweave.fuse.prepared import prepare
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import Strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -28,7 +28,7 @@ class InPages:
     ) -> None:
         strategy = world.strategy(name) if isinstance(name, str) else name
         self.kv = PagedKV(pool, range(first, first + pages))
-        stitched = Stitched(world.decoder, world.request, world.prefix, world.source, self.kv)
+        stitched = stitch(world.decoder, world.request, world.prefix, world.source, self.kv)
         self.prepared = prepare(stitched, strategy, ratio)
         self.left = SparseRows(self.prepared.rows, self.prepared.bonds)
         self.ids = world.request.prompt_ids

@@ -27,7 +27,7 @@ from kvweave.errors import RequestError
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention, View
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 
 BUDGET = 0.10  # of the context's tokens; a constant of profiling, unrelated to serving ratios
 ANCHOR_SHARE = 0.10
@@ -123,7 +123,7 @@ def _scene(
     request = case.request(case.keys, first_is_exact=False)
     source = encoding.prepare(case, [KVZIP])
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
-    stitched = Stitched(decoder, request, prefixes.of(case.preamble), source, kv)
+    stitched = stitch(decoder, request, prefixes.of(case.preamble), source, kv)
     return Scene(stitched, torch.tensor(request.hits, dtype=torch.int64))
 
 

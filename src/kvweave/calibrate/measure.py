@@ -25,7 +25,7 @@ from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.selectors.controls import Stride
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import Strategy
 from kvweave.text.tokenizer import Tokenizer
 
@@ -173,7 +173,7 @@ class _CaseRun:
         if setting == ORDER:
             request = self._case.reordered().request((), first_is_exact=False)
             source, setting = None, None
-        stitched = Stitched(self._decoder, request, preamble, source or ComputedChunks([]), kv)
+        stitched = stitch(self._decoder, request, preamble, source or ComputedChunks([]), kv)
         if setting is None:
             return fuse(stitched)
         return fuse(stitched, setting.strategy, setting.ratio)

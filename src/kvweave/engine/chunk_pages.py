@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.request import FusedPart
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
@@ -30,12 +29,6 @@ from kvweave.types import ChunkId
 POLICY = "pgdsf"  # as the knowledge tree's
 REMEMBERED = 1 << 16  # chunks whose use is known after they left
 Name = tuple[str, ChunkKey]  # tenant, chunk
-
-
-def shifts_chunks(part: FusedPart) -> bool:
-    """Whether what a request does not recompute of its chunks may be moved by what it does."""
-    strategy = part.strategy
-    return bool(strategy.drift) and strategy.selector is not None and 0 < part.ratio < 1
 
 
 class WantedChunk(NamedTuple):
@@ -77,6 +70,17 @@ class ChunkLease:
     def filled(self) -> frozenset[ChunkKey]:
         """Those whose KV is there."""
         return frozenset(key for key, chunk in self.chunks.items() if chunk.is_filled)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the KV of all is there."""
+        return len(self.filled) == len(self.chunks)
+
+    def fill(
+        self, cost_s: float, is_gone: Callable[[ChunkId], bool], rounded: Collection[ChunkKey]
+    ) -> None:
+        """See `ChunkPages.filled`."""
+        self._owner.filled(self, cost_s, is_gone, rounded)
 
     @property
     def rounded(self) -> frozenset[ChunkKey]:

@@ -1,30 +1,47 @@
 """What one fused request has in the pool while its prompt is computed over shared chunks."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.sequence import EngineSequence
+from kvweave.engine.tombstones import Tombstones
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest
-from kvweave.fuse.shared_chunks import Slots
+from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
+from kvweave.fuse.sources import LayerTransfer
+from kvweave.fuse.transfer.shared import open_shared
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.keys import ChunkKey
 from kvweave.model.paged_kv import KVPool
 from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.types import ChunkId
 
 
 class ChunkRoom:
-    """The `PromptRoom` of a request (fuse/shared_chunks.py). Made for one pass, on its thread."""
+    """The `PromptRoom` of a prompt over shared chunks, and the `PoolRoom` that its layers ask.
+    Made for one pass, on its thread."""
 
-    def __init__(self, sequence: EngineSequence, pages: PageManager) -> None:
+    def __init__(
+        self,
+        sequence: EngineSequence,
+        pages: PageManager,
+        scratch: ScratchMemory,
+        tombstones: Tombstones,
+    ) -> None:
         assert isinstance(sequence.kv, SegmentedKV), "its chunks are shared"
         assert sequence.shared is not None, "its chunks are leased"
         self._sequence = sequence
         self._kv: SegmentedKV = sequence.kv
         self._lease = sequence.shared
         self._pages = pages
+        self._scratch = scratch
+        self._tombstones = tombstones
         self._laid_out: tuple[FuseRequest, Slots] | None = None
         self._shifts: dict[int, int] = {}  # where a chunk starts, and the slot of its shift
 
@@ -62,19 +79,33 @@ class ChunkRoom:
         self._shifts = dict(zip(starts, slots.tolist(), strict=True))
         return slots
 
-    @property
-    def placed(self) -> set[ChunkKey]:
-        """Chunks of the prompt that were taken from shared pages."""
+    def open(
+        self,
+        decoder: FusionDecoder,
+        request: FuseRequest,
+        front: Prefix,
+        transfer: LayerTransfer,
+        needs: Needs,
+    ) -> AbstractContextManager[SharedLayers]:
+        return open_shared(decoder, request, self, self._scratch, front, transfer, needs)
+
+    def pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+        """Its chunks are filled from now on. It leases no more what it does not read: chunks that
+        were lost, or of which every row was computed anew."""
         assert self._laid_out is not None, "the pass began"
-        return {span.key for span in self._laid_out[0].placed}
-
-    @property
-    def unread(self) -> list[ChunkKey]:
-        """Leased chunks of which nothing is left: every row was computed anew."""
+        placed = {span.key for span in self._laid_out[0].placed}
+        self._lease.drop([key for key in self._lease.chunks if key not in placed])
+        self._lease.fill(load_s, self._is_gone, rounded)
         read = {chunk.pages for chunk in self._kv.chunks}
-        return [key for key, chunk in self._lease.chunks.items() if chunk.pages not in read]
+        unread = [key for key, chunk in self._lease.chunks.items() if chunk.pages not in read]
+        self._lease.drop(unread)
 
-    def finish(self) -> None:
+    def _is_gone(self, chunk_id: ChunkId) -> bool:
+        """Whether a chunk was deleted since the request found it."""
+        sequence = self._sequence
+        return self._tombstones.is_gone(chunk_id, sequence.as_of, sequence.request.namespace)
+
+    def pass_ordered(self) -> None:
         """Its rows see its own ones from now on, and those of the chunks that it does not compute
         anew."""
         assert self._laid_out is not None, "the pass began"

@@ -12,23 +12,28 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from kvweave.engine.arrivals import Arrivals
+from kvweave.engine.chunk_loader import ChunkLoader
 from kvweave.engine.chunk_pages import ChunkPages
+from kvweave.engine.common_steps import CommonSteps
 from kvweave.engine.config import EngineConfig, for_device
-from kvweave.engine.fused_step import ChunkLoader
-from kvweave.engine.giving_way import AHEAD
+from kvweave.engine.fused_prompts import FusedPrompts
 from kvweave.engine.inbox import Inbox
-from kvweave.engine.lifecycle import Lifecycle, News
-from kvweave.engine.overlap import Overlap
+from kvweave.engine.lifecycle import Lifecycle
+from kvweave.engine.news import News
+from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.page_manager import PageManager, make_pool
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, ExactPrefixes, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.request_limits import RequestLimits
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
+from kvweave.engine.yielding import AHEAD
 from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.recordings import recordings_of
@@ -84,26 +89,28 @@ class Engine:
         self._warm_up = WarmUp(
             decoder, pool, self._allocator, runner, shares=bool(self.cfg.share_chunks)
         )
+        self._limits = RequestLimits(decoder.spec, self._pages.most_tokens)
+        ranks = self._scheduler.ranks
         self._lifecycle = Lifecycle(
-            decoder,
+            Arrivals(self._limits, ranks, self._pages, self._prefixes),
             self._scheduler,
             self._pages,
             self._prefixes,
             self._loader,
             self._warm_up,
-            self._chunks,
         )
-        self._overlap: Overlap | None = None
-        if self.cfg.overlap_steps:
-            per_step = self.cfg.prompts_per_step
-            self._overlap = Overlap(self._scheduler, runner, self._lifecycle, per_step)
+        fused = FusedPrompts(decoder, self._pages, self._prefixes, self._loader)
+        per_step = self.cfg.prompts_per_step if self.cfg.overlap_steps else 0
+        self._own_steps = OwnSteps(self._scheduler, runner, self._lifecycle, fused, per_step)
+        self._common_steps = CommonSteps(self._inbox, self._scheduler, runner, self._lifecycle)
         self._worker = Worker(
             self._inbox,
             self._lifecycle,
             self._scheduler,
-            runner,
+            self._common_steps,
+            self._own_steps,
+            decoder.device,
             self.cfg.idle_s,
-            self._overlap,
         )
         self._decoder = decoder
         self._runner = runner
@@ -124,15 +131,15 @@ class Engine:
         """
         if held and request.background:
             raise RequestError("a background request cannot be held; submit it as one of the two")
-        self._lifecycle.check(request.prompt_ids)
-        self._lifecycle.check_answer(request)
+        self._limits.check(request.prompt_ids)
+        self._limits.check_answer(request)
         ticket = Ticket(request, held, self._notify)
         self._worker.post(ticket)
         return ticket
 
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
-        self._lifecycle.check(prompt_ids)
+        self._limits.check(prompt_ids)
 
     def forget(
         self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
@@ -189,8 +196,8 @@ class Engine:
             "background": len(scheduler.background),
             "preemptions": scheduler.preemptions,
             "steps_parted": self._runner.num_parted,
-            "steps_given_up": self._worker.num_given_up,
-            "steps_overlapped": 0 if self._overlap is None else self._overlap.num_steps,
+            "steps_given_up": self._common_steps.num_given_up,
+            "steps_overlapped": self._own_steps.num_steps,
             "tree_nodes": len(self.tree),
             **{f"tree_{tier}_bytes": self.tree.used_bytes(tier) for tier in TreeTier},
             **self._prefixes.copy_stats(),
@@ -232,7 +239,7 @@ class Engine:
         new = (item for item in self._inbox.peek() if isinstance(item, Ticket))
         prompts += sum(_counts(ticket) and ticket not in sequences for ticket in new)
         # the one that a device is at counts as computed
-        return prompts + (self._overlap is not None and self._overlap.has_prompt)
+        return prompts + self._own_steps.has_prompt
 
     def guess_boundary_s(self, row_s: float, prefill_s: float) -> float:
         """How long a wrong guess stands in the way, where a prompt and a row of it take so long: a

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvweave.engine.chunk_pages import ChunkPages, WantedChunk, shifts_chunks
+from kvweave.engine.chunk_pages import ChunkPages, WantedChunk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
@@ -240,7 +240,7 @@ class PageManager:
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
         count = -(-(sequence.progress.known - num_shared) // page) - whole
-        num_shifts = -(-len(wanted) // page) if shifts_chunks(part) else 0
+        num_shifts = -(-len(wanted) // page) if part.shifts_chunks else 0
         shared = chunks.hold(tenant, wanted)  # before others make room
         lacking = chunks.missing_pages(tenant, wanted)
         if not self._make_free(count + num_shifts + lacking + len(self._holding)):

@@ -50,6 +50,12 @@ class FusedPart:
     # the prompt is computed exactly: what fusion overturns are close calls. 0: never.
     close_call: float = 0.0
 
+    @property
+    def shifts_chunks(self) -> bool:
+        """Whether what is not recomputed of its chunks may be moved by what is."""
+        strategy = self.strategy
+        return bool(strategy.drift) and strategy.selector is not None and 0 < self.ratio < 1
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

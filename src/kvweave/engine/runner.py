@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.engine.giving_way import StepGivenUp
 from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
+from kvweave.engine.yielding import StepGivenUp
 from kvweave.kernels.host import Returning, on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.model.decoder import Decoder

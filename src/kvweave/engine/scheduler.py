@@ -8,7 +8,7 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
        all others and a few rows at a time, because a wrong one can only end between two steps.
        Where nothing else is to be computed they may have more, if the config says so: a step that
-       has nothing but speculations then gives way between two layers (`giving_way.py`).
+       has nothing but speculations then gives way between two layers (`yielding.py`).
        A slice may be longer than what is left by rows that cannot be cut, once per step
     3  then those that wait, while there is room for their whole prompt
     4  if none of these has a row: one in the background, in short steps, the first to come

@@ -1,5 +1,6 @@
 """A request while the engine works on it. Owned by the engine thread."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from kvweave.engine.chunk_pages import ChunkLease
 from kvweave.engine.progress import Progress, SparseRows
-from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.request import EngineRequest, FusedPart, Ticket
 from kvweave.engine.sampling import Choice, Sampler
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.prepared import Prepared
@@ -49,6 +50,13 @@ class EngineSequence:
     apart_s: float = 0.0  # its steps that were no common ones
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = 0  # tokens given out
+
+    @property
+    def fused_part(self) -> FusedPart:
+        """How its prompt is fused, of a request that is."""
+        part = self.request.fused
+        assert part is not None, "a fused request says how"
+        return part
 
     @property
     def num_exact_parts(self) -> int:
@@ -130,6 +138,11 @@ class EngineSequence:
             return Choice(likeliest, None)
         return self.sampler.choose(logits, self.ids)
 
+    def hold_back(self, logits: Tensor) -> None:
+        """A held prompt is computed: keep its logits [V] until it is released."""
+        self.logits = logits.clone()
+        self.ticket.timeline.prefilled_s = time.perf_counter()
+
     def take(self, choice: Choice) -> bool:
         """Hand a token out. True: it was the last one."""
         self.ticket.put(choice)
@@ -145,3 +158,15 @@ class EngineSequence:
 def is_plainly_greedy(sequences: Sequence[EngineSequence]) -> bool:
     """Whether all of them take the likeliest token and nothing else is asked for."""
     return all(sequence.request.sampling.is_plainly_greedy for sequence in sequences)
+
+
+def is_close_call(sequence: EngineSequence, logits: Tensor, lead: float | None) -> bool:
+    """Whether the first token [V] of a fused prompt is too close to its second choice to be taken
+    from fused KV."""
+    part = sequence.request.fused
+    if part is None or not part.close_call:
+        return False
+    if lead is None:
+        first, second = logits.topk(2).values.tolist()
+        lead = first - second
+    return bool(lead < part.close_call)

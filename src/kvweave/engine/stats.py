@@ -3,9 +3,8 @@
 from collections import Counter
 from dataclasses import replace
 
-from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.sequence import EngineSequence
-from kvweave.fuse.record import TREE, ChunkRecord, FuseRecord, Stages
+from kvweave.fuse.record import TREE, WAYS, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 
 NOT_IN_TREE = "not in the knowledge tree"
@@ -19,7 +18,7 @@ NAMES = (
     "prefixes_shared",  # requests held back while another computed their path, which they then read
     "kv_distrusted",  # chunks and prefixes on the device that held what is no number
     "fused_begun",  # prefills of fused prompts, also those that failed or were given up
-    *(f"fused_{mode}" for mode in PrefillMode),  # of them, those that were completed, by mode
+    *(f"fused_{way}" for way in WAYS),  # of them, those that were completed, by way
     "fused_shared",  # of them, those over chunks in shared pages
     "fused_close_calls",  # of the completed ones, those computed exactly in the end
     "fused_offered",  # parts of their paths, exact ones in front, that the tree took or had

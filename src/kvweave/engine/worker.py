@@ -7,22 +7,19 @@ and ends when there was nothing to do for a while.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvweave.engine.fused_step import LoadedPrompt
-from kvweave.engine.giving_way import GivingStep, StepGivenUp, Urgency, urgency
+from kvweave.engine.common_steps import CommonSteps
 from kvweave.engine.inbox import Inbox
-from kvweave.engine.lifecycle import Lifecycle, News
-from kvweave.engine.offload import ArrivedCopy
-from kvweave.engine.overlap import Overlap
+from kvweave.engine.lifecycle import Lifecycle
+from kvweave.engine.news import News, is_job
+from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.request import Ticket
-from kvweave.engine.runner import Runner, SequenceSlice
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
@@ -46,22 +43,21 @@ class Worker:
         inbox: Inbox[News],
         lifecycle: Lifecycle,
         scheduler: Scheduler[EngineSequence],
-        runner: Runner,
+        common_steps: CommonSteps,
+        own_steps: OwnSteps,
+        device: torch.device,
         idle_s: float,
-        overlap: Overlap | None = None,
     ) -> None:
-        """The thread ends after `idle_s` without work. `overlap` None: what is ordered is waited
-        for."""
+        """The thread ends after `idle_s` without work."""
         self._inbox = inbox
         self._lifecycle = lifecycle
         self._scheduler = scheduler
-        self._runner = runner
+        self._common_steps = common_steps
+        self._own_steps = own_steps
+        self._device = device
         self._idle_s = idle_s
-        self._overlap = overlap
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
-        self._giving_step: GivingStep | None = None  # set while one runs
-        self.num_given_up = 0  # steps. Any thread
         self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
         self._is_abandoned = False
 
@@ -77,8 +73,7 @@ class Worker:
         whole prompt may be one step. Raises StepGivenUp if it is to get on no further."""
         if self._step_from_s is not None:
             self._step_from_s = time.monotonic()
-        if self._giving_step is not None:
-            self._giving_step.reached_layer()
+        self._common_steps.reach_layer()
 
     def abandon(self, error: BaseException) -> None:
         """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
@@ -151,65 +146,28 @@ class Worker:
 
     def _step(self) -> bool:
         """One round. False: there is nothing to do."""
-        overlap = self._overlap
-        if overlap is not None:
-            overlap.finish_step()  # an own step that failed has left it
+        own_steps = self._own_steps
+        own_steps.finish_step()  # an own step that failed has left it
         self._hear()
-        if overlap is not None and not self._scheduler.has_own_step:
-            overlap.finish_prompt()
+        if not self._scheduler.has_own_step:
+            own_steps.finish_prompt()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
             return self._lifecycle.work_ahead()
         first = slices[0].sequence
         if first.progress.own_step:
-            if overlap is None:  # a fused prefill, or what prepares one
-                self._lifecycle.take_own_step(first)
-            else:
-                overlap.take_own_step(first)
+            own_steps.take(first)  # a fused prompt is laid out
         else:
-            self._run(slices)  # one forward pass for all
-            if overlap is not None:
-                overlap.took_step()
+            self._common_steps.take(slices)  # one forward pass for all
+            own_steps.count_common_step()
         return True
-
-    def _run(self, slices: Sequence[SequenceSlice]) -> None:
-        """Compute a common step and hand out what it gave, if it is not given up."""
-        sequences = [each.sequence for each in slices]
-        gives_way = self._scheduler.gives_way(slices)
-        if gives_way:
-            is_wanted = partial(self._is_wanted, [each.ticket for each in sequences])
-            self._giving_step = GivingStep(self._runner.device, is_wanted)
-        try:
-            output = self._runner.run(slices, may_record=not gives_way)
-        except StepGivenUp:
-            self.num_given_up += 1
-            for each in sequences:
-                each.progress.given_up += 1
-            return
-        finally:
-            self._giving_step = None
-        self._lifecycle.hand_out(output)
-
-    def _is_wanted(self, tickets: Sequence[Ticket]) -> bool:
-        """Whether a step of guesses, or of idle time, should go on: one of the guesses was right,
-        or nothing has happened that it stands in the way of."""
-        if self._inbox.is_closed:
-            return False
-        if not self._inbox:
-            return True
-        own = max(map(urgency, tickets))
-        if own is Urgency.AWAITED:
-            return True
-        if all(ticket.is_cancelled for ticket in tickets):
-            return False
-        return not any(_comes_before(news, own) for news in self._inbox.peek())
 
     def _hear(self) -> None:
         """Take in all that was posted before."""
         for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
             news = self._inbox.take()
-            if self._overlap is not None and _is_job(news):
-                self._overlap.finish_prompt()  # it finds the device at rest
+            if is_job(news):
+                self._own_steps.finish_prompt()  # it finds the device at rest
             self._lifecycle.hear(news)
             self.beat()
 
@@ -229,7 +187,7 @@ class Worker:
 
     def _take_steps(self) -> None:
         """Steps while there is work, then waits for some, then ends."""
-        device, inbox = self._runner.device, self._inbox
+        device, inbox = self._device, self._inbox
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # kernels go to the thread's own device
         while True:
@@ -259,8 +217,7 @@ class Worker:
 
     def _end_all(self, error: BaseException) -> None:
         """Every request ends with `error`; jobs that were asked for still run."""
-        if self._overlap is not None:
-            self._overlap.forget()
+        self._own_steps.forget()
         news = [self._inbox.take() for _ in range(len(self._inbox))]
         for each in news:
             if not isinstance(each, Ticket):
@@ -271,23 +228,6 @@ class Worker:
                 self._lifecycle.end(ticket, error)
             except Exception:  # a bug that is being reported already; the others must hear too
                 log.exception("a request could not give back what it held")
-
-
-def _is_job(news: News) -> bool:
-    return not isinstance(news, Ticket | LoadedPrompt | ArrivedCopy)
-
-
-def _comes_before(news: News, own: Urgency) -> bool:
-    """Whether what the engine would do next, hearing this, is more urgent than `own`."""
-    match news:
-        case Ticket():
-            return not (news.is_cancelled or news.is_done) and urgency(news) > own
-        case LoadedPrompt():
-            return urgency(news.sequence.ticket) > own
-        case ArrivedCopy():
-            return False
-        case _:  # a job: a request may wait for it, and then again it may be of idle time itself
-            return own is Urgency.GUESSED
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:

@@ -19,7 +19,7 @@ from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
 from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
-from kvweave.fuse.selectors.base import InFlightChoice, RankingSelector, Scene
+from kvweave.fuse.selectors.base import InFlightChoice, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, AnySelector, Strategy
 from kvweave.fuse.taper import TaperedRows
@@ -85,7 +85,7 @@ def order_fusion(
         chosen, leaving = selected.chosen, selected.leaving
         mover = make_mover(
             decoder, request, chosen, strategy.drift, leaving, stitched.tables,
-            keeps=stitched.is_shared,
+            keeps=stitched.layers.keeps_shifts,
         )  # fmt: skip
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
     passed = fused_pass(
@@ -99,7 +99,7 @@ def order_fusion(
     # on its way before the device is waited for
     best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None
     if mover is not None:
-        stitched.keep_shifts(mover.shifts)
+        stitched.layers.keep_shifts(mover.shifts)
     recomputed = _recomputed(passed, request, selected)  # while the device is still at it
     ordered = OrderedFusion(
         stitched,
@@ -213,18 +213,13 @@ def select_rows(
     is_partial = 0 < count < len(hits)
     if taper is not None and not (is_partial and taper.applies(stitched.decoder.spec.num_layers)):
         taper = None  # what is recomputed as a whole is exact
+    counts = (count,) if taper is None else (count, taper.staying(count))
+    chosen, in_flight = _choose(scene, selector, counts, must_compute)
     leaving = None
     if taper is not None:
-        assert isinstance(selector, RankingSelector), (
-            f"{selector} does not say which of its rows matter"
-        )
-        chosen, stay = selector.ranked(scene, (count, taper.staying(count)))
-        in_flight = None
-        leaving = TaperedRows(taper.layer, stay, _with(stay, must_compute))
-    else:
-        chosen, in_flight = _choose(scene, selector, count, must_compute)
-    rows = _with(chosen, must_compute)
-    return SelectedRows(hits, chosen, rows, in_flight, is_partial, leaving, scene.scored)
+        leaving = TaperedRows(taper.layer, chosen[1], _with(chosen[1], must_compute))
+    rows = _with(chosen[0], must_compute)
+    return SelectedRows(hits, chosen[0], rows, in_flight, is_partial, leaving, scene.scored)
 
 
 def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
@@ -242,15 +237,17 @@ def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
 
 
 def _choose(
-    scene: Scene, selector: AnySelector | None, count: int, must_compute: Tensor
-) -> tuple[Tensor, "_HitFilter | None"]:
-    """Hits that start the pass, and what narrows them down in it."""
-    if selector is None or count in (0, len(scene.hits)):
-        return scene.hits[:count], None
+    scene: Scene, selector: AnySelector | None, counts: Sequence[int], must_compute: Tensor
+) -> tuple[list[Tensor], "_HitFilter | None"]:
+    """For each count the hits that start the pass, and what narrows them down in it."""
+    if selector is None or counts[0] in (0, len(scene.hits)):
+        return [scene.hits[:count] for count in counts], None
     if selector.in_flight:
-        return scene.hits, _HitFilter(selector.begin(scene, count), must_compute)
-    chosen = selector.select(scene, count)
-    assert len(chosen) == count, f"{selector} chose {len(chosen)} of {count}"
+        assert len(counts) == 1, "rows that are chosen in flight do not leave early"
+        return [scene.hits], _HitFilter(selector.begin(scene, counts[0]), must_compute)
+    chosen = selector.select(scene, counts)
+    for rows, count in zip(chosen, counts, strict=True):
+        assert len(rows) == count, f"{selector} chose {len(rows)} of {count}"
     return chosen, None
 
 

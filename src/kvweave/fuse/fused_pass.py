@@ -85,7 +85,7 @@ def fused_pass(
     ids = request.prompt_ids
     positions = torch.as_tensor(rows, dtype=torch.int64)
     assert int(positions[-1]) == len(ids) - 1, "the last token is always computed"
-    there, tables = stitched.begin_rows(positions), stitched.tables
+    there, tables = stitched.layers.begin_rows(positions), stitched.tables
     if tables is None:
         own_ids = on_device(torch.from_numpy(request.ids_at(positions.numpy())), decoder.device)
         angles = decoder.angles(there)
@@ -119,7 +119,7 @@ def fused_pass(
             drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)
-        stitched.keep(layer)
+        stitched.layers.keep(layer)
         if layer == last:  # behind the last keys only the last row matters
             to_the_end = running.positions
             running, q = running.last(), q[-1:]

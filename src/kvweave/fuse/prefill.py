@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import numpy as np
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, fuse, order_fusion
-from kvweave.fuse.prepared import Prepared, prepare, prepare_in_place
+from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, order_fusion
+from kvweave.fuse.prepared import Prepared, prepare
+from kvweave.fuse.probe import FrontView, begin_probe
+from kvweave.fuse.prompt_layers import PromptRoom
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Meanwhile
 from kvweave.fuse.record import (
     ChunkRecord,
@@ -27,19 +28,10 @@ from kvweave.fuse.record import (
     exact_chunk_records,
 )
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
-from kvweave.fuse.selectors.base import ProbingSelector
-from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
-from kvweave.fuse.shared_chunks import (
-    LayerScratch,
-    PromptRoom,
-    ScratchMemory,
-    own_positions,
-)
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.transfer.pipeline import open_source
-from kvweave.fuse.transfer.shared import open_shared
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
@@ -47,9 +39,10 @@ from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 
-M = TypeVar("M", Fused, OrderedFusion, Prepared)
+M = TypeVar("M", OrderedFusion, Prepared)
 NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
 DEVICE = "device"  # the tier of chunks that lie in pages already
+LINK_BYTES_PER_S = 50e9  # to a device, or from memory to memory: what a load takes at least
 
 
 class PromptFrame(NamedTuple):
@@ -76,6 +69,8 @@ class OrderedPrefill(NamedTuple):
 
     ordered: OrderedFusion
     record_of: Callable[[Fused], FuseRecord]
+    room: PromptRoom
+    rounded: set[ChunkKey]  # of its chunks, those that a codec rounded
 
     @property
     def is_through(self) -> bool:
@@ -84,7 +79,9 @@ class OrderedPrefill(NamedTuple):
     def finish(self) -> Prefilled:
         """Wait for it."""
         made = self.ordered.finish()
-        return Prefilled(made.logits, made.first, self.record_of(made))
+        record = self.record_of(made)
+        self.room.pass_finished(_load_s(record), self.rounded)
+        return Prefilled(made.logits, made.first, record)
 
 
 class RecordParts(NamedTuple):
@@ -95,8 +92,8 @@ class RecordParts(NamedTuple):
     loaded_bytes: dict[str, int]
 
 
-# a prompt to compute, and who hears which hits are recomputed, if that is said on the way
-Attempt = Callable[[FuseRequest, Callable[[Sequence[int]], None]], M]
+Tell = Callable[[Sequence[int]], None]  # hears which hits are recomputed, when that is known
+Attempt = Callable[[FuseRequest, Tell], M]
 
 
 class StoredPrompt:
@@ -121,7 +118,7 @@ class StoredPrompt:
 
         `computed` are places of chunks that are computed even if they are stored, each with the
         reason that the record gives: a slow tier can cost more than it saves. `resident` lie in
-        shared pages already (`prefill_shared`): the store is not asked for them.
+        shared pages already: the store is not asked for them.
         """
         started_s = time.perf_counter()
         self._num_layers = num_layers
@@ -172,100 +169,69 @@ class StoredPrompt:
     def prefill(
         self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
     ) -> Prefilled:
-        """Prefill the prompt into `kv`, as the strategy says."""
+        """Prefill the prompt into a buffer of its own, as the strategy says."""
+        return self.order(decoder, frame, OwnRoom(kv), ratio).finish()
 
-        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> Fused:
-            with self._stitch(decoder, frame, kv, request) as stitched:
-                return fuse(stitched, self._strategy, ratio, tell)
-
-        made, record_of = self._weave(frame, ratio, attempt)
-        return Prefilled(made.logits, made.first, record_of(made))
-
-    def prefill_shared(
+    def order(
         self,
         decoder: FusionDecoder,
         frame: PromptFrame,
         room: PromptRoom,
-        memory: ScratchMemory,
         ratio: float,
         meanwhile: Meanwhile | None = None,
     ) -> "OrderedPrefill":
-        """As `prefill`, over chunks in shared pages: what is computed goes to pages of its own. It
-        is ordered, and to be finished.
+        """Compute all rows that the strategy does not reuse, in one pass, up to where the host
+        would wait for a device. The KV lies in `room` afterwards."""
+        self._probe_ahead(decoder, frame, ratio)
 
-        For strategies whose rows are known before the pass and that want no extras (`can_share`).
-        """
-        assert can_share(self._strategy, self._num_layers), "its rows are known before the pass"
-        selector = prober_of(self._strategy, ratio)
-        if selector is not None:
-            # on its way before the rest is looked at: the choice of rows waits for nothing else
-            num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
-            start = len(frame.exact.token_ids) + num_chunk_tokens
-            selector.begin_probe(decoder, frame.exact, frame.question_ids, start)
-
-        def attempt(request: FuseRequest, tell: Callable[[Sequence[int]], None]) -> OrderedFusion:
-            def told(recomputed: Sequence[int]) -> None:
-                room.finish()
+        def attempt(request: FuseRequest, tell: Tell) -> OrderedFusion:
+            def pass_ordered(recomputed: Sequence[int]) -> None:
+                room.pass_ordered()
                 tell(recomputed)
 
-            with self._stitch_shared(decoder, frame, room, memory, request) as stitched:
-                return order_fusion(stitched, self._strategy, ratio, told, meanwhile)
+            with self._stitch(decoder, frame, room, request) as stitched:
+                return order_fusion(stitched, self._strategy, ratio, pass_ordered, meanwhile)
 
-        return OrderedPrefill(*self._weave(frame, ratio, attempt))
-
-    def prepare_in_place(
-        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom
-    ) -> tuple[Prepared, FuseRecord]:
-        """As `prepare`, over chunks in shared pages that are all filled, of which nothing is
-        recomputed: rows look at them where they lie, and there is nothing to stitch."""
-
-        def attempt(request: FuseRequest, _: object) -> Prepared:
-            prepared = prepare_in_place(decoder, request)
-            room.lay_out(request, own_positions(request, np.array(prepared.rows)))
-            room.finish()
-            return prepared
-
-        made, record_of = self._weave(frame, 0.0, attempt)
-        return made, record_of(made)
+        ordered, record_of = self._weave(frame, ratio, attempt)
+        return OrderedPrefill(ordered, record_of, room, self.rounded())
 
     def prepare(
-        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
+        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom, ratio: float
     ) -> tuple[Prepared, FuseRecord]:
-        """As `prefill`, up to where rows are computed: the record has no compute time yet.
+        """Choose the rows and lay what they will look at: they are computed in slices, in ordinary
+        forward passes, so the record has no compute time yet.
 
         For strategies that can be sliced. Afterwards the store is not needed any more.
         """
         name = self._strategy.name
         assert self._strategy.can_be_sliced, f"strategy {name!r} has no rows before its pass"
 
-        def attempt(request: FuseRequest, _: object) -> Prepared:
-            with self._stitch(decoder, frame, kv, request) as stitched:
-                return prepare(stitched, self._strategy, ratio)
+        def attempt(request: FuseRequest, _: Tell) -> Prepared:
+            with self._stitch(decoder, frame, room, request) as stitched:
+                prepared = prepare(stitched, self._strategy, ratio)
+            room.pass_ordered()
+            return prepared
 
         made, record_of = self._weave(frame, ratio, attempt)
         return made, record_of(made)
 
-    @contextmanager
-    def _stitch(
-        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, request: FuseRequest
-    ) -> Iterator[Stitched]:
-        with open_source(decoder, request.placed, self._transfer, self._strategy) as source:
-            yield Stitched(decoder, request, frame.exact, source, kv)
+    def _probe_ahead(self, decoder: FusionDecoder, frame: PromptFrame, ratio: float) -> None:
+        """Order the selector's probe before anything else is looked at, where that can be done: the
+        choice of rows waits for nothing else."""
+        needs = self._strategy.needs(self._num_layers)
+        if needs.probes_ahead and 0 < ratio < 1:
+            num_chunk_tokens = sum(len(ids) for _, ids in self._named[frame.num_exact :])
+            start = len(frame.exact.token_ids) + num_chunk_tokens
+            view = FrontView(frame.exact.layers if needs.probe == "preamble" else ())
+            begin_probe(decoder, frame.question_ids, start, view, needs.key_layers)
 
     @contextmanager
-    def _stitch_shared(
-        self,
-        decoder: FusionDecoder,
-        frame: PromptFrame,
-        room: PromptRoom,
-        memory: ScratchMemory,
-        request: FuseRequest,
+    def _stitch(
+        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom, request: FuseRequest
     ) -> Iterator[Stitched]:
-        num_scored = len(self._strategy.needs(self._num_layers).key_layers)
-        kv = LayerScratch(memory, len(request.prompt_ids), min(num_scored, LAYERS_AT_ONCE))
-        front, strategy = frame.exact.layers, self._strategy
-        with open_shared(decoder, request, room, front, self._transfer, strategy) as source:
-            yield Stitched(decoder, request, frame.exact, source, kv)
+        needs = self._strategy.needs(self._num_layers)
+        with room.open(decoder, request, frame.exact, self._transfer, needs) as layers:
+            yield Stitched(decoder, request, frame.exact, layers)
 
     def _weave(
         self,
@@ -367,10 +333,9 @@ class StoredPrompt:
         return dict(loaded)
 
 
-def prober_of(strategy: Strategy, ratio: float) -> ProbingSelector | None:
-    """Who scores rows for the question before the pass, if any are to be chosen that way."""
-    selector = strategy.selector
-    return selector if isinstance(selector, ProbingSelector) and 0 < ratio < 1 else None
+def scores_rows(strategy: Strategy, ratio: float, num_layers: int) -> bool:
+    """Whether the question is probed before the pass, to score the rows that are recomputed."""
+    return strategy.needs(num_layers).probe != "none" and 0 < ratio < 1
 
 
 def can_share(strategy: Strategy, num_layers: int) -> bool:
@@ -378,6 +343,13 @@ def can_share(strategy: Strategy, num_layers: int) -> bool:
     the pass, and takes nothing from the store but layers."""
     needs = strategy.needs(num_layers)
     return strategy.can_be_sliced and strategy.reuses == "all" and not needs.extras
+
+
+def _load_s(record: FuseRecord) -> float:
+    """What bringing the chunks of a prompt cost: what it waited for them, and at least what their
+    bytes take over the link."""
+    travelled = sum(record.loaded_bytes.values()) / LINK_BYTES_PER_S
+    return max(record.stages.load / 1e3, travelled)
 
 
 def named_kv(

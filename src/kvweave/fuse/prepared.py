@@ -85,23 +85,23 @@ class Prepared:
 
 @torch.inference_mode()
 def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> Prepared:
-    """Lay every layer and choose the rows, as `fuse` would. Raises ChunkLost as that does."""
+    """Choose the rows, as `fuse` would, and lay all that they will look at. Raises ChunkLost."""
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
     selected = select_rows(stitched, strategy, ratio)
     assert selected.in_flight is None, "rows that are chosen in flight cannot be computed in slices"
     chosen_s, loaded_s = time.perf_counter(), stitched.load_s
-    for layer in range(decoder.spec.num_layers):
-        stitched.lay(layer)
-    rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
     drift = strategy.drift if selected.is_partial else 0.0
+    assert not (drift and stitched.layers.keeps_shifts), "slices drift their own copy alone"
+    stitched.layers.lay_for(selected.rows)
+    rows, recomputed = selected.rows.tolist(), tuple(selected.chosen.tolist())
     bonds = _bonds(request, rows) if drift else []
     num_layers, leaving = decoder.spec.num_layers, selected.leaving
     before = num_layers if leaving is None else leaving.layer + 1
     behind = 0 if leaving is None else len(leaving.rows)
     counts = [len(rows)] * before + [behind] * (num_layers - before)
     work = work_of(stitched, strategy, selected, counts)
-    if decoder.device.type == "cuda":
+    if decoder.device.type == "cuda" and not stitched.layers.is_here:
         torch.cuda.synchronize(decoder.device)  # so that what follows is not blamed for it
     finished_s = time.perf_counter()
     return Prepared(
@@ -125,13 +125,6 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
             scored_layers(strategy, num_layers),
         ),
     )
-
-
-def prepare_in_place(decoder: FusionDecoder, request: FuseRequest) -> Prepared:
-    """A prompt of which nothing is recomputed, over chunks that its rows see where they lie."""
-    rows = request.must_compute
-    work = len(rows) / len(request.prompt_ids)
-    return Prepared(decoder, request, rows, [], (), work, 0.0, 0.0)
 
 
 def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:

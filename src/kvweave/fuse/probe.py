@@ -141,7 +141,7 @@ def begin_probe(
     view: ContextView,
     layers: Collection[int],
 ) -> None:
-    """Order ahead what `probe` will ask for of a whole question at `start`, if it is recorded."""
+    """Order ahead what `probe` will compute of a whole question at `start`, if it is recorded."""
     if view.front is not None and decoder.can_record:
         probes = recordings_of(decoder).probes
         probes.begin(decoder, question_ids, start, sorted(layers), view.front)

@@ -13,6 +13,9 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Miss
 
 TREE = "tree"  # where exact KV of the knowledge tree comes from
+# How an engine computed a fused prompt: its rows in the steps of all requests, in a step of its own
+# into which layers stream, or in one that also chooses the rows.
+JOINED, STREAMED, WHOLE = WAYS = ("joined", "streamed", "whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class FuseRecord:
     arrived_s: dict[str, float] = field(default_factory=dict)  # by tier: first read to last byte
     why: str | None = None  # why no more was reused, and what to do about it
     left_out: int = 0  # chunks that were found and not sent: the history holds them
-    way: str | None = None  # how an engine computed a fused prompt; see engine/fused_step.py
+    way: str | None = None  # one of WAYS; None: nothing was fused, or by no engine
     loading_since_s: float | None = None  # by time.perf_counter; None: nothing was loaded
     # what was seen on the way; None: nothing was fused
     trace: PassTrace | None = field(default=None, repr=False, compare=False)

@@ -14,7 +14,7 @@ For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV head
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -39,7 +39,7 @@ from kvweave.kv.keys import ChunkKey
 Slots = NDArray[np.int64]  # places in a pool, token by token
 
 
-class PromptRoom(Protocol):
+class PoolRoom(Protocol):
     """What a prompt has in the pool. Called on the thread that runs the pass."""
 
     @property
@@ -69,19 +69,9 @@ class PromptRoom(Protocol):
         ...
 
     def shift_slots(self, spans: Sequence[ChunkSpan]) -> Slots:
-        """Where the shifts of these chunks lie. From `finish` on, rows see the chunks moved by
-        what is there."""
+        """Where the shifts of these chunks lie. Once the pass is ordered, rows see the chunks moved
+        by what is there."""
         ...
-
-    def finish(self) -> None:
-        """The pass is ordered: from now on rows see own ones and those of chunks that it does not
-        compute anew."""
-        ...
-
-
-def own_positions(request: FuseRequest, rows: Slots) -> Slots:
-    """The exact front and the rows that are computed, ascending as they are."""
-    return np.concatenate([np.arange(request.preamble_len), rows])
 
 
 class ScratchMemory:
@@ -118,7 +108,9 @@ class LayerScratch:
 
     def __init__(self, memory: ScratchMemory, num_tokens: int, num_scored: int) -> None:
         self._num_tokens = num_tokens
-        self._free = memory.layers(num_tokens, num_scored + 1)
+        self._memory = memory
+        self._num_layers = num_scored + 1
+        self._free: list[Tensor] | None = None  # None: nothing was asked for yet
         self._held: dict[int, Tensor] = {}  # by layer, the one asked for longest ago first
 
     def reserve(self, num_tokens: int) -> None:
@@ -135,6 +127,8 @@ class LayerScratch:
         return self._of(layer)[1, : self._num_tokens]
 
     def _of(self, layer: int) -> Tensor:
+        if self._free is None:
+            self._free = self._memory.layers(self._num_tokens, self._num_layers)
         held = self._held.pop(layer, None)
         if held is None:
             held = self._free.pop() if self._free else self._held.pop(next(iter(self._held)))
@@ -142,20 +136,25 @@ class LayerScratch:
         return held
 
 
-class SharedChunks:
-    """A ChunkSource that is its own LayerPlacer: lays pages of chunks and of the exact front."""
+class SharedLayers:
+    """The `PromptLayers` of a prompt over shared chunks: pages of chunks and of the exact front are
+    laid into scratch memory, and what is computed goes to pages of its own."""
+
+    keeps_shifts = True
 
     def __init__(
         self,
         decoder: FusionDecoder,
         request: FuseRequest,
-        room: PromptRoom,
+        room: PoolRoom,
         front: Sequence[LayerKV],
+        kv: LayerScratch,
         source: ChunkSource | None,
         filling: "Filling | None",
     ) -> None:
         """`front` is the exact KV in front of the chunks, by layer, for a room that lacks it.
         `source` brings what is to be filled, if anything is."""
+        self.kv = kv
         self._decoder = decoder
         self._request = request
         self._room = room
@@ -171,42 +170,60 @@ class SharedChunks:
             self._write_front(front, self._front_slots)
 
     @property
-    def placer(self) -> "SharedChunks":
-        return self
+    def is_here(self) -> bool:
+        """Whether all chunks lie in their pages."""
+        return self._source is None
 
     @property
-    def is_filled(self) -> bool:
-        """Whether all chunks lie in their pages: laying them waits for nothing."""
-        return self._source is None
+    def load_s(self) -> float:
+        if self._source is None or self._source.placer is None:
+            return self._waited_s
+        return self._source.placer.stalled_s()
 
     def begin(self) -> None:
         if self._source is not None and self._source.placer is not None:
             self._source.placer.begin()
 
-    def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the exact front and all placed chunks to their positions of [T, Hk, D]."""
+    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+        """Write the exact front and all placed chunks to their positions, unless the scratch memory
+        still holds the layer."""
+        if self.kv.holds(layer):
+            return False
+        keys, values = self.kv.keys(layer), self.kv.values(layer)
         self._fill(layer)
         coded, (moves, turn) = self._pool.codes(layer), self._plan
+        pages = self._pool.slots(layer)
         if coded is None:
-            relocate(*self._pool.slots(layer), moves, turn, keys, values)
-            return
-        pages = self._pool.slots(layer)  # of the exact front, which has turn 0
-        relocate_coded(*pages, coded, moves, turn, keys, values)
+            relocate(*pages, moves, turn, keys, values)
+        else:  # the pages are those of the exact front, which has turn 0
+            relocate_coded(*pages, coded, moves, turn, keys, values)
+        return False
+
+    def lay_front(self) -> None:
+        """It is laid with each layer."""
+
+    def lay_for(self, rows: Tensor) -> None:
+        """Rows in slices look at the chunks where they lie."""
+        self._begin_rows(rows)
 
     def begin_rows(self, rows: Tensor) -> Tensor:
-        """Rows at these positions [R], on the host, will be computed: they are own ones. Gives them
-        back on the device."""
-        request = self._request
-        own = own_positions(request, rows.numpy())
-        slots = self._room.own_slots(request, len(own))[request.preamble_len :]
-        self._room.lay_out(request, own)
-        both = torch.stack([rows, torch.from_numpy(slots)])
+        both = torch.stack([rows, torch.from_numpy(self._begin_rows(rows))])
         self._kept = RowMoves(*on_device(both, self._decoder.device).unbind())
         return self._kept.source
 
-    def keep(self, layer: int, keys: Tensor, values: Tensor) -> None:
+    def _begin_rows(self, rows: Tensor) -> Slots:
+        """Rows at these positions [R], on the host, will be computed: they are own ones, and lie in
+        these slots."""
+        request = self._request
+        own = np.concatenate([np.arange(request.preamble_len), rows.numpy()])
+        slots = self._room.own_slots(request, len(own))[request.preamble_len :]
+        self._room.lay_out(request, own)
+        return slots
+
+    def keep(self, layer: int) -> None:
         """A layer is as it will be: its own rows go to their pages."""
         assert self._kept is not None, "the pass has begun"
+        keys, values = self.kv.keys(layer), self.kv.values(layer)
         relocate(keys, values, self._kept, None, *self._pool.slots(layer))
 
     def keep_shifts(self, shifts: Sequence[Shift]) -> None:
@@ -248,7 +265,7 @@ class SharedChunks:
         still = turning.new_ones(self._decoder.spec.head_dim - 2 * len(turning))
         return torch.cat([turning, turning, still])
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def unturned(self, layer: int) -> LayerKV:
         self._fill(layer)
         first = self._request.preamble_len
         slots, device = self._plan[0].source[first:], self._decoder.device
@@ -261,23 +278,13 @@ class SharedChunks:
         else:
             turned, values = decode_rows(coded, slots, self._decoder.dtype)
         k = rotate(turned.to(back.cos.dtype), back) / self._key_factor
-        found = LayerKV(k.to(turned.dtype), values)
-        if out is None:
-            return found
-        out.k.copy_(found.k)
-        out.v.copy_(found.v)
-        return out
+        return LayerKV(k.to(turned.dtype), values)
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {}  # strategies that want some do not share
 
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return {}
-
-    def stalled_s(self) -> float:
-        if self._source is None or self._source.placer is None:
-            return self._waited_s
-        return self._source.placer.stalled_s()
 
     def _fill(self, layer: int) -> None:
         """Bring a layer of the chunks whose pages are empty. Blocks; raises ChunkLost."""

@@ -16,12 +16,13 @@ from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.base import InFlightSelector, Needs, Selector
+from kvweave.fuse.selectors.base import InFlightSelector, Selector
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.kvshare import KVShareLike
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.weave import taper, weave, weave_deep, weave_through
@@ -38,7 +39,7 @@ class Strategy:
     selector: AnySelector | None  # None: nothing is recomputed
     ratio: float  # the default
     drift: float = 0.0  # the rest of each chunk moves by that part of the mean change (drift.py)
-    taper: Taper | None = None  # most rows leave before the last layers; wants a RankingSelector
+    taper: Taper | None = None  # most rows leave before the last layers
     mask: Mask = "exact"
     reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
 

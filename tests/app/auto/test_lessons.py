@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import EngineRequest
 from kvweave.engine.sampling import Sampling
+from kvweave.fuse.record import JOINED
 from kvweave.kv.config import DiskTierConfig
 from kvweave.plan.plan import Plan, Reason
 from kvweave.plan.profile import TierLink
@@ -61,7 +61,7 @@ def test_a_server_that_is_always_busy_learns_what_its_requests_pay(weave: Weave)
     with company(weave):
         answer = ask(weave)
     assert answer.explain is not None
-    assert answer.explain.way == PrefillMode.JOINED
+    assert answer.explain.way == JOINED
     assert answer.explain.counts["reused"]
     assert paid.paid.shares == [], "it was not alone"
     (share,) = paid.paid_beside.shares

@@ -13,7 +13,7 @@ from kvweave.calibrate.trials import Trials
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.stitched import Stitched
+from kvweave.fuse.stitched import stitch
 from kvweave.model.load import load_decoder
 from worlds.tiny_models import make_model_folder
 
@@ -36,7 +36,7 @@ def test_scores_of_every_layer_are_the_attention_of_transformers(
     source = FixedContext(decoder, prefixes, "isolated", (), ()).prepare(case, [])
     request = case.request(case.keys, first_is_exact=False)
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
-    stitched = Stitched(decoder, request, prefixes.of(case.preamble), source, kv)
+    stitched = stitch(decoder, request, prefixes.of(case.preamble), source, kv)
     scene = Scene(stitched, torch.tensor(request.hits))
     whole = QueryAttention(view="full", layers=(0, 1, 2), rows="mean", heads="mean")
     scores = whole.layer_scores(scene)  # [L, H]

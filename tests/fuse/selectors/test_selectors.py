@@ -4,7 +4,7 @@ References are written out densely here; nothing of the scoring code is used to 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +19,12 @@ from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.base import InFlightChoice, Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention
@@ -129,7 +130,7 @@ class Untouchable:
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def select(self, scene: Scene, count: int) -> Tensor:
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         raise AssertionError("asked although there is nothing to choose")
 
 
@@ -242,11 +243,11 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["cacheblend-gradual"] == Needs(value_layers=(1, 2, 4), full_width_layers=1)
     assert needs["kvshare"] == Needs(value_layers=(1,), full_width_layers=1)
     assert needs["cachecraft"] == Needs(extras=("inter",))
-    assert needs["fusionrag"] == Needs("question", 5, (5,))
-    assert needs["fusionrag-code"] == needs["fusionrag"]
+    assert needs["fusionrag"] == Needs("question", 5, (5,), probes_ahead=True)
+    assert needs["fusionrag-code"] == Needs("question", 5, (5,)), "from position 0 on"
     assert needs["prophetkv"] == Needs("full", 5, every)
     assert needs["qcfuse"] == Needs("anchors", 4, (1, 2, 4), extras=("anchors:kvzip",))
-    assert needs["weave"] == Needs("preamble", 4, (4,))
+    assert needs["weave"] == Needs("preamble", 4, (4,), probes_ahead=True)
     assert needs["weave-deep"] == needs["weave-through"] == Needs("full", 4, (4,))
 
 
@@ -258,7 +259,7 @@ def test_epic_takes_the_same_share_of_every_chunks_head(world: World) -> None:
     spans, total = scene.fused, len(scene.hits)
     assert [span.num_tokens for span in spans] == [20, 5, 31, 8]
     for count in range(1, total):
-        rows = set(Epic().select(scene, count).tolist())
+        rows = set(Epic().select(scene, (count,))[0].tolist())
         assert len(rows) == count
         for span in spans:
             own = sorted(rows & set(range(span.start, span.end)))
@@ -268,34 +269,34 @@ def test_epic_takes_the_same_share_of_every_chunks_head(world: World) -> None:
 
 def test_epic_gives_what_is_left_to_the_largest_remainders(world: World) -> None:
     spans = world.scene().fused
-    rows = Epic().select(world.scene(), 10).tolist()  # 3.125, 0.78, 4.84, 1.25 of 10
+    rows = Epic().select(world.scene(), (10,))[0].tolist()  # 3.125, 0.78, 4.84, 1.25 of 10
     assert [sum(s.start <= r < s.end for r in rows) for s in spans] == [3, 1, 5, 1]
 
 
 def test_stride_takes_every_nth_row(decoder: Decoder) -> None:
     scene = World(decoder, chunks=make_ids(1, 5, 20)).scene()
     first = scene.request.spans[1].start
-    assert Stride().select(scene, 5).tolist() == [first + i for i in (0, 4, 8, 12, 16)]
-    assert Stride().select(scene, 3).tolist() == [first + i for i in (0, 6, 13)]
+    assert Stride().select(scene, (5,))[0].tolist() == [first + i for i in (0, 4, 8, 12, 16)]
+    assert Stride().select(scene, (3,))[0].tolist() == [first + i for i in (0, 6, 13)]
     for count in range(1, 20):
-        assert len(set(Stride().select(scene, count).tolist())) == count
+        assert len(set(Stride().select(scene, (count,))[0].tolist())) == count
 
 
 def test_random_rows_are_fixed_by_the_prompt_and_the_seed(decoder: Decoder, world: World) -> None:
     scene = world.scene()
-    rows = Random().select(scene, 20)
-    assert torch.equal(rows, Random().select(world.scene(), 20))
-    assert not torch.equal(rows, Random(seed=1).select(scene, 20))
+    rows = Random().select(scene, (20,))[0]
+    assert torch.equal(rows, Random().select(world.scene(), (20,))[0])
+    assert not torch.equal(rows, Random(seed=1).select(scene, (20,))[0])
     asked_otherwise = replace(world, question=[*QUESTION[:-1], QUESTION[-1] ^ 1]).scene()
     assert torch.equal(asked_otherwise.hits, scene.hits)
-    assert not torch.equal(rows, Random().select(asked_otherwise, 20))
+    assert not torch.equal(rows, Random().select(asked_otherwise, (20,))[0])
 
 
 def test_random_rows_are_spread_evenly(world: World) -> None:
     scene = world.scene()
     seen = torch.zeros(len(world.request.prompt_ids))
     for seed in range(400):
-        seen[Random(seed).select(scene, 16)] += 1
+        seen[Random(seed).select(scene, (16,))[0]] += 1
     expected = 400 * 16 / len(scene.hits)
     assert seen[scene.hits].min() > 0.6 * expected
     assert seen[scene.hits].max() < 1.4 * expected
@@ -429,9 +430,9 @@ def test_cachecraft_takes_the_rows_with_most_attention_outside(decoder: Decoder)
     blobs = {INTER: {key: each.tobytes() for key, each in inter.items()}}
     world = World(decoder, chunks=LONG, extras=blobs)
     _, one, _, three, _ = world.request.spans
-    rows = CacheCraftInter().select(world.scene(), 4)
+    rows = CacheCraftInter().select(world.scene(), (4,))[0]
     assert rows.tolist() == [one.start + 4, one.start + 19, three.start, three.start + 30]
-    five = CacheCraftInter().select(world.scene(), 5).tolist()
+    five = CacheCraftInter().select(world.scene(), (5,))[0].tolist()
     assert set(five) - set(rows.tolist()) == {one.start}  # a tie among zeros
 
 
@@ -556,7 +557,7 @@ def test_of_rows_looked_at_alike_the_cheaper_one_is_recomputed(world: World) -> 
     scene = changed(world, lambda _, kv: LayerKV(torch.zeros_like(kv.k), kv.v)).scene()
     plain = replace(selector, late=0.0).scores(scene)
     torch.testing.assert_close(plain, plain[:1].expand_as(plain))
-    assert selector.select(scene, 7).tolist() == scene.hits[:7].tolist()
+    assert selector.select(scene, (7,))[0].tolist() == scene.hits[:7].tolist()
     assert bool((selector.scores(scene).diff() < 0).all())
 
 
@@ -686,7 +687,7 @@ def test_a_probe_needs_nothing_of_the_layers_above_the_scored_one(world: World, 
         return LayerKV(keys, kv.v if layer < 2 else kv.v + nan)
 
     scene = changed(world, poison).scene()
-    assert torch.equal(selector.select(scene, 12), selector.select(world.scene(), 12))
+    assert torch.equal(selector.select(scene, (12,))[0], selector.select(world.scene(), (12,))[0])
 
 
 def test_missing_chunks_are_neither_seen_nor_scored(decoder: Decoder) -> None:

@@ -3,9 +3,8 @@
 import time
 
 from kvweave.app.auto.tier_probes import TierProbes
-from kvweave.engine.fused_step import PrefillMode
 from kvweave.engine.request import Ticket
-from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.record import JOINED, FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.tree.node import HOST
@@ -47,7 +46,7 @@ class Lessons:
         if num_recorded != self.num_recorded() or timeline.preempted:
             return
         if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
-            if record.way != PrefillMode.JOINED:
+            if record.way != JOINED:
                 return
             laid_s = self._machine.stitch_s * _num_placed(record)
             took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)

@@ -2,7 +2,7 @@
 
 Add a selector:
 
-1. Write `selectors/last_rows.py` over `Needs` and `Scene` of `base.py`, with three members:
+1. Write `selectors/last_rows.py` over `Needs` (needs.py) and `Scene` (base.py), with three members:
 
        @dataclass(frozen=True, slots=True)
        class LastRows:
@@ -11,13 +11,14 @@ Add a selector:
            def needs(self, num_layers: int) -> Needs:
                return Needs()  # nothing is loaded or probed before it chooses
 
-           def select(self, scene: Scene, count: int) -> Tensor:
-               return scene.hits[-count:]  # the last positions that may be chosen, ascending
+           def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+               # for each count the last positions that may be chosen, ascending
+               return [scene.hits[-count:] for count in counts]
 
 2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
    `"last-rows": (lambda _: LastRows(), 0.15),`. CLI, API and planner know it then, and
    `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
-   `Scene.note`, for the record, and go through `top_positions` of `base.py`, which breaks ties and
-   refuses NaN; `epic.py` is a whole example.
+   `Scene.note`, for the record, and go through `ranked_positions` of `base.py`, which breaks ties
+   and refuses NaN; `epic.py` is a whole example.
 """

@@ -35,7 +35,7 @@ class AnchorView:
         self._question = len(request.prompt_ids) - request.question_start
         self._at: tuple[Tensor, Tensor] | None = None  # its rows behind them: host, device
         self._keys, self._values = self._lay(scene, [anchors for _, anchors in chunks], depth)
-        scene.stitched.begin()
+        scene.stitched.layers.begin()
 
     def _lay(self, scene: Scene, chunks: list[Anchors], depth: int) -> tuple[Tensor, Tensor]:
         """[depth, P + A + U, Hk, D] each, keys turned; nothing yet where the question comes."""

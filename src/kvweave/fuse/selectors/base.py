@@ -13,31 +13,19 @@ Called on the thread that owns the device. Selectors hold no state between reque
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from kvweave.errors import ModelError
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trace import ScoredHits
 from kvweave.kernels.host import on_host
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What must be there before rows are chosen. The planner prices it."""
-
-    probe: Literal["none", "question", "preamble", "anchors", "full"] = "none"
-    probe_depth: int = 0  # the probe runs through this many layers
-    key_layers: tuple[int, ...] = ()  # stored keys of the hits that scoring reads
-    value_layers: tuple[int, ...] = ()
-    extras: tuple[str, ...] = ()  # stored beside the chunk KV
-    full_width_layers: int = 0  # layers that every hit runs through (in flight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,29 +64,9 @@ class Selector(Protocol):
 
     def needs(self, num_layers: int) -> Needs: ...
 
-    def select(self, scene: Scene, count: int) -> Tensor:
-        """`count` of `scene.hits`: positions, ascending, on the host."""
-        ...
-
-
-@runtime_checkable
-class ProbingSelector(Protocol):
-    """A selector that asks the question first."""
-
-    def begin_probe(
-        self, decoder: FusionDecoder, front: Prefix, question_ids: Sequence[int], start: int
-    ) -> None:
-        """Order that of a question at `start` ahead, behind exact KV, if it can be ordered before
-        its scene is there: `select` then finds it under way."""
-        ...
-
-
-@runtime_checkable
-class RankingSelector(Protocol):
-    """A selector that also says which of its rows matter most."""
-
-    def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
-        """For each count, that many of the best hits, as `select`."""
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        """For each of `counts`, that many of `scene.hits`: positions, ascending, on the host. Of
+        two counts the smaller has the rows that matter most."""
         ...
 
 

@@ -5,6 +5,7 @@ encoded, and lies beside its KV. The original keeps several copies per chunk and
 contexts as well; that is not in our sources and not here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from kvweave.errors import RequestError
 from kvweave.fuse.encode.extras import INTER
-from kvweave.fuse.selectors.base import Needs, Scene, top_positions
+from kvweave.fuse.selectors.base import Scene, ranked_positions
+from kvweave.fuse.selectors.needs import Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class CacheCraftInter:
     def needs(self, num_layers: int) -> Needs:
         return Needs(extras=(INTER,))
 
-    def select(self, scene: Scene, count: int) -> Tensor:
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         stored = scene.stitched.extras(INTER)
         parts = []
         for span in scene.fused:
@@ -39,4 +41,4 @@ class CacheCraftInter:
             parts.append(np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32))
         scores = torch.from_numpy(np.concatenate(parts))
         scene.note(scores)
-        return top_positions(scores, scene.hits, count)
+        return ranked_positions(scores, scene.hits, counts)

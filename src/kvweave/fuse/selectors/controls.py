@@ -3,13 +3,15 @@
 import hashlib
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvweave.fuse.selectors.base import Needs, Scene
+from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selectors.needs import Needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,12 @@ class Random:
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def select(self, scene: Scene, count: int) -> Tensor:
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         ids = scene.request.prompt_ids
         digest = hashlib.blake2b(struct.pack(f"<{len(ids)}I", *ids), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest) ^ self.seed)
-        drawn = torch.randperm(len(scene.hits), generator=generator)[:count]
-        return scene.hits[drawn].sort().values
+        drawn = torch.randperm(len(scene.hits), generator=generator)
+        return [scene.hits[drawn[:count]].sort().values for count in counts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class Stride:
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def select(self, scene: Scene, count: int) -> Tensor:
-        step = len(scene.hits) / count
-        return scene.hits[[math.floor(i * step) for i in range(count)]]
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        steps = [len(scene.hits) / count for count in counts]
+        return [
+            scene.hits[[math.floor(i * step) for i in range(count)]]
+            for count, step in zip(counts, steps, strict=True)
+        ]

@@ -4,12 +4,14 @@ A chunk that was computed by itself makes sinks of its first tokens; in the midd
 are none. Recomputing them repairs the seams, whatever the question.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from kvweave.fuse.selectors.base import Needs, Scene
+from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import positions_of
 
 
@@ -22,8 +24,8 @@ class Epic:
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
-    def select(self, scene: Scene, count: int) -> Tensor:
-        return heads(scene, count)
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        return [heads(scene, count) for count in counts]
 
 
 def heads(scene: Scene, count: int) -> Tensor:

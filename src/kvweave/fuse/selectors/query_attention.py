@@ -13,19 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.probe import (
     ContextView,
     FrontView,
     LaidContext,
     ProbedLayer,
-    begin_probe,
     probe,
 )
-from kvweave.fuse.protocol import FusionDecoder, Projected
+from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
-from kvweave.fuse.selectors.base import Needs, Scene, of_hits, ranked_positions
+from kvweave.fuse.selectors.base import Scene, of_hits, ranked_positions
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device
@@ -69,26 +68,14 @@ class QueryAttention:
             probe_depth=max(layers),
             key_layers=layers,
             extras=(f"anchors:{self.anchors}",) if self.view == "anchors" else (),
+            probes_ahead=self.view in ("question", "preamble") and self.keys_at == "request",
         )
 
-    def begin_probe(
-        self, decoder: FusionDecoder, front: Prefix, question_ids: Sequence[int], start: int
-    ) -> None:
-        """Order the probe of a question at `start` before its scene is there, if it is recorded and
-        exact KV in front is all that it sees: `layer_scores` then finds it under way."""
-        if self.view in ("question", "preamble") and self.keys_at == "request":
-            view = FrontView(front.layers if self.view == "preamble" else ())
-            layers = resolve_layers(self.layers, decoder.spec.num_layers)
-            begin_probe(decoder, question_ids, start, view, layers)
-
-    def select(self, scene: Scene, count: int) -> Tensor:
-        return self.ranked(scene, (count,))[0]
-
-    def ranked(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         scores = self.scores(scene)
         scene.note(scores)
-        scene.stitched.begin()  # copies are many orders: given while the device is busy scoring
-        scene.stitched.lay_preamble()
+        scene.stitched.layers.begin()  # copies are many orders: given while the device scores
+        scene.stitched.layers.lay_front()
         scene.stitched.make_tables()
         return ranked_positions(scores, scene.hits, counts, scene.scoring)
 

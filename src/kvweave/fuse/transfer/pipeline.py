@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
+from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.sources import ChunkSource, LayerTransfer, StoredChunks, check_arrived
-from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.groups import LayerQueue, group_for, taking_order
 from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of
 from kvweave.fuse.transfer.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
@@ -38,7 +38,7 @@ def open_source(
     decoder: FusionDecoder,
     placed: Sequence[ChunkSpan],
     layers: LayerTransfer,
-    strategy: Strategy,
+    needs: Needs,
     slots: Tensor | None = None,
 ) -> Iterator[ChunkSource]:
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
@@ -46,7 +46,6 @@ def open_source(
     if decoder.device.type != "cuda" or not placed:
         yield StoredChunks(decoder, placed, layers, lays=slots is None)
         return
-    needs = strategy.needs(decoder.spec.num_layers)
     ring = RINGS.take(decoder.device)
     # without a question to push through first, the pass or the scoring takes layers at once
     at_once = needs.probe in ("none", "full")

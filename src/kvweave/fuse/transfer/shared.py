@@ -6,36 +6,41 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest
-from kvweave.fuse.shared_chunks import Filling, PromptRoom, SharedChunks
+from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
+from kvweave.fuse.shared_chunks import Filling, LayerScratch, PoolRoom, ScratchMemory, SharedLayers
 from kvweave.fuse.sources import LayerTransfer
-from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kernels.host import on_device
-from kvweave.kv.format.codec import LayerKV
 
 
 @contextmanager
 def open_shared(
     decoder: FusionDecoder,
     request: FuseRequest,
-    room: PromptRoom,
-    front: Sequence[LayerKV],
-    layers: LayerTransfer,
-    strategy: Strategy,
-) -> Iterator[SharedChunks]:
-    """The chunks of one prefill in pages; `layers` brings those whose pages are empty."""
+    room: PoolRoom,
+    memory: ScratchMemory,
+    front: Prefix,
+    transfer: LayerTransfer,
+    needs: Needs,
+) -> Iterator[SharedLayers]:
+    """Open the layers of a prompt over chunks in pages; `transfer` brings those whose pages are
+    empty. The other arguments are those of `PromptRoom.open`."""
+    num_scored = min(len(needs.key_layers), LAYERS_AT_ONCE)
+    kv = LayerScratch(memory, len(request.prompt_ids), num_scored)
     empty = {s.key: s for s in request.placed if not room.is_filled(s.key)}
     if not empty:
-        yield SharedChunks(decoder, request, room, front, None, None)
+        yield SharedLayers(decoder, request, room, front.layers, kv, None, None)
         return
     filling = _filling(decoder, room, list(empty.values()))
-    with open_source(decoder, filling.spans, layers, strategy, filling.rows) as source:
-        yield SharedChunks(decoder, request, room, front, source, filling)
+    with open_source(decoder, filling.spans, transfer, needs, filling.rows) as source:
+        yield SharedLayers(decoder, request, room, front.layers, kv, source, filling)
 
 
-def _filling(decoder: FusionDecoder, room: PromptRoom, spans: Sequence[ChunkSpan]) -> Filling:
+def _filling(decoder: FusionDecoder, room: PoolRoom, spans: Sequence[ChunkSpan]) -> Filling:
     slots = np.concatenate([room.chunk_slots(span.key) for span in spans])
     nth = np.concatenate([np.arange(span.num_tokens) for span in spans])
     both = torch.from_numpy(np.stack([slots, nth]))

@@ -39,7 +39,7 @@ class StepGivenUp(Exception):
     """Nothing came of a step, and nothing has changed."""
 
 
-class GivingStep:
+class YieldingStep:
     """One such step. For the engine thread."""
 
     def __init__(self, device: torch.device, is_wanted: Callable[[], bool]) -> None:

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
+from kvweave.engine.chunk_loader import LoadedPrompt
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
-from kvweave.engine.fused_step import LoadedPrompt
-from kvweave.engine.giving_way import Urgency
+from kvweave.engine.news import comes_before
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import MOST_GIVEN_UP
-from kvweave.engine.worker import _comes_before
+from kvweave.engine.yielding import Urgency
 from kvweave.kernels.recording import count_refusals
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode
@@ -195,14 +195,14 @@ def test_who_comes_before_whom(decoder: Decoder) -> None:
             return LoadedPrompt(sequences[ticket], RuntimeError(), 0.0)
 
         for news in (guess, loaded(guess)):
-            assert _comes_before(news, Urgency.IDLE_TIME)
-            assert not _comes_before(news, Urgency.GUESSED)
-        assert _comes_before(loaded(asked), Urgency.GUESSED)
-        assert not _comes_before(idle, Urgency.IDLE_TIME)
+            assert comes_before(news, Urgency.IDLE_TIME)
+            assert not comes_before(news, Urgency.GUESSED)
+        assert comes_before(loaded(asked), Urgency.GUESSED)
+        assert not comes_before(idle, Urgency.IDLE_TIME)
         for ticket in (asked, guess, idle):
             ticket.cancel()
             assert ticket.wait(30)
-        assert not _comes_before(guess, Urgency.IDLE_TIME), "it is over"
+        assert not comes_before(guess, Urgency.IDLE_TIME), "it is over"
 
 
 def test_a_closed_engine_does_not_wait_for_a_guess(decoder: Decoder) -> None:

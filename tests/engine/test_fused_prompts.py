@@ -3,7 +3,8 @@
 from dataclasses import replace
 from itertools import product
 
-from kvweave.engine.fused_step import PrefillMode, prefill_mode_of, waits_outside
+from kvweave.engine.chunk_loader import waits_outside
+from kvweave.engine.fused_prompts import runs_in_slices
 from kvweave.engine.request import LoadCost
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 
@@ -21,18 +22,15 @@ def test_who_waits_for_bytes_while_others_are_computed() -> None:
     assert not waits_outside(in_flight, quick, others_ready=True), "its pass overlaps them"
 
 
-def test_how_a_fused_prompt_is_computed() -> None:
+def test_which_prompts_run_in_slices_beside_others() -> None:
     facts = ModelFacts(3)
     sliced, in_flight = open_strategy("weave", facts), open_strategy("cacheblend", facts)
-    for lonely, held, arrived, copies in product((True, False), repeat=4):
-        facts_of_it = {"alone": lonely, "held": held, "arrived": arrived, "copies": copies}
-        assert prefill_mode_of(in_flight, **facts_of_it) is PrefillMode.WHOLE
-        streams = lonely and (copies or not arrived or not held)
-        assert prefill_mode_of(sliced, **facts_of_it) is (
-            PrefillMode.STREAMED if streams else PrefillMode.JOINED
-        )
+    names = ("is_alone", "is_guess", "has_arrived", "travels")
+    for values in product((True, False), repeat=4):
+        situation = dict(zip(names, values, strict=True))
+        alone, guess, arrived, travels = values
+        assert not runs_in_slices(in_flight, **situation), "its pass chooses the rows"
+        at_once = alone and (travels or not arrived or not guess)
+        assert runs_in_slices(sliced, **situation) is not at_once
     masked = replace(sliced, mask="bottom_right")
-    assert (
-        prefill_mode_of(masked, alone=False, held=False, arrived=True, copies=False)
-        is PrefillMode.WHOLE
-    )
+    assert not runs_in_slices(masked, **dict.fromkeys(names, False))

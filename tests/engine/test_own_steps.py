@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from kvweave.engine.engine import Engine
-from kvweave.engine.lifecycle import Lifecycle, OrderedPrompt
-from kvweave.engine.overlap import Overlap
+from kvweave.engine.fused_prompts import OrderedPrompt
+from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import StepSlice
@@ -46,9 +46,8 @@ def bring_chunks(engine: Engine, world: World) -> None:
     answer(engine.submit(world.request(list(CHUNKS[::-1]), "weave", 0.3)))
 
 
-def overlap_of(engine: Engine) -> Overlap:
-    assert engine._overlap is not None
-    return engine._overlap
+def overlap_of(engine: Engine) -> OwnSteps:
+    return engine._own_steps
 
 
 @pytest.mark.usefixtures("on_its_way")
@@ -89,17 +88,17 @@ def test_the_next_prompt_and_a_step_are_ordered_before_a_token_is_waited_for(
     def name(sequence: object) -> str:
         return numbers.setdefault(sequence, "ABCDEFGH"[len(numbers)])
 
-    order, finish, own = Runner.order, Lifecycle.finish_own_step, Lifecycle.take_own_step
+    order, finish, own = Runner.order, OwnSteps._finish, OwnSteps._take
 
     def ordering(self: Runner, slices: list[StepSlice]) -> object:  # type: ignore[type-arg]
         told.append("step")
         return order(self, slices)
 
-    def finishing(self: Lifecycle, ordered: OrderedPrompt) -> None:
+    def finishing(self: OwnSteps, ordered: OrderedPrompt) -> None:
         told.append(f"{name(ordered.sequence)}'s token")
         finish(self, ordered)
 
-    def beginning(self: Lifecycle, sequence: object, meanwhile: object = None) -> object:
+    def beginning(self: OwnSteps, sequence: object, meanwhile: object = None) -> object:
         told.append(f"{name(sequence)} begins")
         made = own(self, sequence, meanwhile)  # type: ignore[arg-type]
         told.append(f"{name(sequence)} is ordered")
@@ -111,8 +110,8 @@ def test_the_next_prompt_and_a_step_are_ordered_before_a_token_is_waited_for(
         next(first)
         requests = [fused(world, rng, 1) for _ in range(3)]
         monkeypatch.setattr(Runner, "order", ordering)
-        monkeypatch.setattr(Lifecycle, "finish_own_step", finishing)
-        monkeypatch.setattr(Lifecycle, "take_own_step", beginning)
+        monkeypatch.setattr(OwnSteps, "_finish", finishing)
+        monkeypatch.setattr(OwnSteps, "_take", beginning)
         tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
         for ticket in tickets:
             answer(ticket)
@@ -150,10 +149,10 @@ def test_a_prompt_that_is_cancelled_on_its_way_ends_without_a_token(
     rng = random.Random(3)
     requests = [fused(world, rng) for _ in range(4)]
     want = [world.alone(request) for request in requests]
-    own = Lifecycle.take_own_step
+    own = OwnSteps._take
     cancelled: list[Ticket] = []
 
-    def leaving(self: Lifecycle, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
+    def leaving(self: OwnSteps, sequence, meanwhile=None):  # type: ignore[no-untyped-def]
         ordered = own(self, sequence, meanwhile)
         if ordered is not None and not cancelled:
             cancelled.append(sequence.ticket)
@@ -162,7 +161,7 @@ def test_a_prompt_that_is_cancelled_on_its_way_ends_without_a_token(
 
     with Engine(world.decoder, CFG) as engine:
         bring_chunks(engine, world)
-        monkeypatch.setattr(Lifecycle, "take_own_step", leaving)
+        monkeypatch.setattr(OwnSteps, "_take", leaving)
         tickets = engine.run_alone(lambda: [engine.submit(request) for request in requests])
         for ticket, tokens in zip(tickets, want, strict=True):
             assert answer(ticket) == ([] if ticket in cancelled else tokens)
@@ -282,9 +281,9 @@ def test_another_tenant_waits_while_all_that_run_are_on_their_way(
     """None of them may leave for it."""
     request = fused(world, random.Random(9), 3)
     mine, other = replace(request, namespace="a"), replace(request, namespace="b")
-    want, late, scoring = world.alone(request), [], Overlap._scoring
+    want, late, scoring = world.alone(request), [], OwnSteps._scoring
 
-    def hearing(self: Overlap, own: EngineSequence) -> None:
+    def hearing(self: OwnSteps, own: EngineSequence) -> None:
         if not late:
             late.append(engine.submit(other))
             engine._worker._hear()
@@ -294,7 +293,7 @@ def test_another_tenant_waits_while_all_that_run_are_on_their_way(
         for tenant in (mine, other):
             answer(engine.submit(tenant))
             answer(engine.submit(tenant))
-        monkeypatch.setattr(Overlap, "_scoring", hearing)
+        monkeypatch.setattr(OwnSteps, "_scoring", hearing)
         tickets = engine.run_alone(lambda: [engine.submit(mine) for _ in range(most)])
         until(lambda: bool(late))
         assert [answer(ticket) for ticket in (*tickets, *late)] == [want] * (most + 1)
@@ -308,7 +307,7 @@ def test_a_token_does_not_wait_for_a_step_that_scores_nothing(
 ) -> None:
     """Nor for one that waits for bytes, or that nobody waits for."""
     told: list[str] = []
-    own, prefilled = Lifecycle.take_own_step, Lifecycle._prefilled
+    own, prefilled = OwnSteps._take, OwnSteps._end_step
 
     def name(sequence: EngineSequence) -> str:
         return "first" if sequence.ticket is tickets[0] else "second"
@@ -332,8 +331,8 @@ def test_a_token_does_not_wait_for_a_step_that_scores_nothing(
         bring_chunks(engine, world)
         if kind == "not there yet":
             second = replace(second, namespace="another")
-        monkeypatch.setattr(Lifecycle, "take_own_step", beginning)
-        monkeypatch.setattr(Lifecycle, "_prefilled", answering)
+        monkeypatch.setattr(OwnSteps, "_take", beginning)
+        monkeypatch.setattr(OwnSteps, "_end_step", answering)
         first = fused(world, random.Random(11), 1)
         engine.run_alone(lambda: tickets.append(engine.submit(first)))
         answer(tickets[0])
@@ -349,15 +348,15 @@ def test_a_prompt_on_its_way_is_one_that_is_not_computed(
 ) -> None:
     """Speculation begins when there are few of them."""
     seen: list[int] = []
-    own = Overlap.take_own_step
+    own = OwnSteps.take
 
-    def looking(self: Overlap, sequence: EngineSequence) -> None:
+    def looking(self: OwnSteps, sequence: EngineSequence) -> None:
         own(self, sequence)
         seen.append(engine.pending_prefills())
 
     with Engine(world.decoder, CFG) as engine:
         bring_chunks(engine, world)
-        monkeypatch.setattr(Overlap, "take_own_step", looking)
+        monkeypatch.setattr(OwnSteps, "take", looking)
         answer(engine.submit(fused(world, random.Random(12), 1)))
         assert engine.pending_prefills() == 0
     assert seen == [1]

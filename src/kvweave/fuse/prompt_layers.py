@@ -1,0 +1,243 @@
+"""The layers of one prompt's KV while it is computed: how chunk KV gets there, and what is kept.
+
+A pass works on dense layers. Where they lie differs: in pages of the prompt's own, into which chunk
+KV is copied, or in scratch memory over chunks that lie once for all prompts (shared_chunks.py).
+Whoever stitches, scores, recomputes or drifts asks a `PromptLayers` and does not know which it is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvweave.fuse.drift import Shift
+from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer
+from kvweave.fuse.request import FuseRequest, State
+from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.sources import ChunkSource, LayerTransfer
+from kvweave.kernels.host import on_device
+from kvweave.kernels.rope import Angles, per_head, rotate
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.keys import ChunkKey
+
+
+class PromptLayers(Protocol):
+    """Chunk KV is laid into `kv` layer by layer; the pass writes what it computes over it there.
+
+    For the thread that runs the pass. Layers that are laid are not laid again.
+    """
+
+    @property
+    def kv(self) -> KVBuffer: ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether laying a layer waits for nothing, and is worth ordering ahead."""
+        ...
+
+    @property
+    def keeps_shifts(self) -> bool:
+        """Whether `keep_shifts` has to hear what drift added to the chunks."""
+        ...
+
+    @property
+    def load_s(self) -> float:
+        """Seconds spent waiting for chunk KV so far and, on a CPU, decoding it."""
+        ...
+
+    def begin(self) -> None:
+        """Let layers come ahead, if the source waits to be told."""
+        ...
+
+    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+        """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost.
+
+        `change` may write to what is laid before its keys are turned, as `unturned` has it. Returns
+        whether it was called: only where that memory is the prompt's own.
+        """
+        ...
+
+    def lay_front(self) -> None:
+        """Bring the exact front of every layer, if that can be done before a layer is laid."""
+        ...
+
+    def lay_for(self, rows: Tensor) -> None:
+        """Bring all that rows at these positions [R] will look at when they run in slices, in
+        ordinary forward passes."""
+        ...
+
+    def begin_rows(self, rows: Tensor) -> Tensor:
+        """The pass begins: it computes the rows at these positions [R], on the host. They are
+        given back on the device."""
+        ...
+
+    def keep(self, layer: int) -> None:
+        """The pass has written all it computes of a layer. Its memory may be another's next."""
+        ...
+
+    def keep_shifts(self, shifts: Sequence[Shift]) -> None:
+        """The pass has moved chunks for itself; rows behind it are to see them so."""
+        ...
+
+    def unturned(self, layer: int) -> LayerKV:
+        """Chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
+        ...
+
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+        """The extra `name` of the placed chunks that have it."""
+        ...
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
+        """The extra `name` as tensors to copy to the device; None: there are bytes only."""
+        ...
+
+
+class PromptRoom(Protocol):
+    """Where the KV of one prompt lies before, during and after its pass. For the pass's thread."""
+
+    def open(
+        self,
+        decoder: FusionDecoder,
+        request: FuseRequest,
+        front: Prefix,
+        transfer: LayerTransfer,
+        needs: Needs,
+    ) -> AbstractContextManager[PromptLayers]:
+        """The layers of one attempt at the prompt. `front` is the exact KV before its chunks;
+        `transfer` brings what is not there yet, in the order that a selector `needs`."""
+        ...
+
+    def pass_ordered(self) -> None:
+        """All that the pass writes is ordered: rows that come behind it may look at the prompt."""
+        ...
+
+    def pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+        """The pass is through. Bringing its chunks took `load_s`; a codec had `rounded` some."""
+        ...
+
+
+class OwnLayers:
+    """Layers in the prompt's own buffer: chunk KV is copied there, turned to its place."""
+
+    keeps_shifts = False
+    is_here = False
+
+    def __init__(
+        self,
+        decoder: FusionDecoder,
+        request: FuseRequest,
+        front: Prefix,
+        source: ChunkSource,
+        kv: KVBuffer,
+    ) -> None:
+        self._decoder = decoder
+        self._front = front
+        self._source = source
+        self._placer = source.placer
+        self.kv = kv
+        self._laid: set[int] = set()
+        self._is_front_laid = False
+        self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
+        self._waited_s = 0.0
+        runs = request.runs(State.EXACT, State.REUSED)
+        self._runs = [(run.start, run.stop) for run in runs]  # of the placed chunks
+        self._num_placed = sum(map(len, runs))
+        kv.reserve(len(request.prompt_ids))
+
+    @property
+    def load_s(self) -> float:
+        return self._waited_s + (0.0 if self._placer is None else self._placer.stalled_s())
+
+    def begin(self) -> None:
+        if self._placer is not None:
+            self._placer.begin()
+
+    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+        if layer in self._laid:
+            return False
+        self.lay_front()
+        keys, values = self.kv.keys(layer), self.kv.values(layer)
+        changes = False
+        if self._runs and self._placer is not None:
+            self._placer.lay(layer, keys, values)
+        elif self._runs:
+            room = self._memory(keys, values)
+            stored = self._load(layer, room)
+            if change is not None and stored is room:
+                change(stored)
+                changes = True
+            self._turn_into(keys, values, stored)
+        self._laid.add(layer)
+        return changes
+
+    def lay_front(self) -> None:
+        """On a GPU two orders for all layers instead of two for each."""
+        stored = self._front.layers
+        if not stored or self._is_front_laid:
+            return
+        end, layers = len(self._front.token_ids), range(len(stored))
+        torch._foreach_copy_([self.kv.keys(i)[:end] for i in layers], [kv.k for kv in stored])
+        torch._foreach_copy_([self.kv.values(i)[:end] for i in layers], [kv.v for kv in stored])
+        self._is_front_laid = True
+
+    def lay_for(self, rows: Tensor) -> None:
+        for layer in range(self._decoder.spec.num_layers):
+            self.lay(layer)
+
+    def begin_rows(self, rows: Tensor) -> Tensor:
+        return on_device(rows, self._decoder.device)
+
+    def keep(self, layer: int) -> None:
+        """It lies where it belongs."""
+
+    def keep_shifts(self, shifts: Sequence[Shift]) -> None:
+        """They were added to the prompt's own copy."""
+
+    def unturned(self, layer: int) -> LayerKV:
+        return self._load(layer, None)
+
+    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+        return self._source.extras(name)
+
+    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
+        return None if self._placer is None else self._placer.extra_tensors(name)
+
+    def _load(self, layer: int, out: LayerKV | None) -> LayerKV:
+        started_s = perf_counter()
+        stored = self._source.layer(layer, out)
+        self._waited_s += perf_counter() - started_s
+        return stored
+
+    def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
+        at = 0
+        for start, end in self._runs:
+            part = slice(at, at + end - start)
+            turn = Angles(self._turn.cos[part], self._turn.sin[part])
+            rotate(stored.k[part], turn, out=keys[start:end])
+            if stored.v.data_ptr() != values[start:].data_ptr():
+                values[start:end] = stored.v[part]
+            at += end - start
+
+    @cached_property
+    def _turn(self) -> Angles:
+        """Angles of everything placed."""
+        placed = torch.cat([torch.arange(start, end) for start, end in self._runs])
+        turn = self._decoder.angles(on_device(placed, self._decoder.device))
+        return per_head(turn, self._decoder.spec.num_kv_heads)
+
+    def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
+        """Where a source may decode to: values into their place, keys where they wait to be turned.
+
+        Only if the chunks stand side by side; else they are laid run by run.
+        """
+        if len(self._runs) != 1:
+            return None
+        if self._waiting is None:
+            self._waiting = torch.empty_like(keys[: self._num_placed])
+        start, end = self._runs[0]
+        return LayerKV(self._waiting, values[start:end])
