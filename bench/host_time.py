@@ -28,9 +28,9 @@ from common.results import finish, result_header
 from common.shapes import random_decoder
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import ChunkSpan, PromptChunk
 from kvweave.fuse.selectors import query_attention
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy

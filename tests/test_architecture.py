@@ -40,14 +40,17 @@ ROOMS: dict[str, set[str]] = {
     },
     "fuse/encode": {"text", "kernels", "kv", "kv/format", "fuse"},
     "fuse/selectors": {"kernels", "kv", "fuse", "fuse/encode"},
-    "fuse/transfer": {"kernels", "kv", "kv/format", "fuse", "fuse/selectors"},
+    "fuse/transfer": {"kernels", "kv", "kv/format", "fuse", "fuse/encode", "fuse/selectors"},
     "ingest": {"corpus"},
     "plan": {"kv/tree"},
     "calibrate": {
         *("text", "corpus", "kernels", "model", "model/files", "kv", "kv/format"),
         *("fuse", "fuse/encode", "fuse/selectors"),
     },
-    "engine": {"kernels", "model", "kv", "kv/format", "kv/tree", "fuse", "fuse/encode"},
+    "engine": {
+        *("kernels", "model", "kv", "kv/format", "kv/tree"),
+        *("fuse", "fuse/encode", "fuse/transfer"),
+    },
     "app": {
         *("text", "corpus", "kernels", "model", "model/files", "calibrate", "engine", "fuse"),
         *("ingest", "plan", "app/answer", "app/audit", "app/library"),
@@ -58,7 +61,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "app/auto": {
         *("text", "corpus", "kernels", "model", "kv", "kv/format", "kv/tree", "fuse"),
-        *("fuse/encode", "fuse/selectors", "fuse/transfer", "calibrate", "plan", "engine"),
+        *("fuse/encode", "fuse/transfer", "calibrate", "plan", "engine"),
         *("app", "app/audit", "app/library"),
     },
     "app/audit": {"corpus", "calibrate", "plan", "engine", "app", "app/answer"},

@@ -34,8 +34,8 @@ from bandwidth.plot import plot
 from common.gpu_world import Size, World, wait
 from common.results import finish, read_results, result_header
 from kvweave.fuse.fuse import fuse
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import classify
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import open_strategy
 from kvweave.fuse.transfer.groups import taking_order

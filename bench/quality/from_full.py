@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import STRENGTH
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.base import Scene, top_positions
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.strategy import Strategy
 from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import causal_column_mass, column_scores

@@ -191,8 +191,8 @@ def test_a_device_that_fails_when_a_token_is_drawn_fails_one_request(
     with Engine(decoder, SMALL) as engine:
         other = engine.submit(beside)
         next(other)
-        broken = failing_once(lifecycle._is_close_call, RuntimeError(LOST))
-        monkeypatch.setattr(lifecycle, "_is_close_call", broken)
+        broken = failing_once(lifecycle.is_close_call, RuntimeError(LOST))
+        monkeypatch.setattr(lifecycle, "is_close_call", broken)
         with pytest.raises(RuntimeError, match="launch failure"):
             tokens(engine.submit(bad))
         assert len(tokens(other)) == 59

@@ -330,7 +330,9 @@ def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
         at_rest(engine, world)
 
 
-@pytest.mark.parametrize(("part", "strategy"), [("prepare", "weave"), ("fuse", "cacheblend")])
+@pytest.mark.parametrize(
+    ("part", "strategy"), [("prepare", "weave"), ("order_fusion", "cacheblend")]
+)
 def test_a_weave_that_fails_fails_alone(
     world: World, monkeypatch: pytest.MonkeyPatch, part: str, strategy: str
 ) -> None:

@@ -138,7 +138,7 @@ def test_what_gave_way_too_often_runs_through(decoder: Decoder) -> None:
 
         def arrive() -> None:
             """Somebody asks in every layer of idle time."""
-            if engine._worker._giving_step is not None:
+            if engine._common_steps._yielding is not None:
                 tickets.append(engine.submit(plain([7, 8], max_tokens=1)))
             heard()
 

@@ -116,10 +116,14 @@ def test_work_counts_the_rows_of_each_layer(world: World) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["epic", "random", "stride"])
-def test_a_selector_that_ranks_nothing_cannot_taper(world: World, name: str) -> None:
-    with pytest.raises(AssertionError, match="which of its rows matter"):
-        world.fuse(replace(world.strategy(name), taper=Taper(2, 0.5)), 0.4)
+@pytest.mark.parametrize("name", ["weave", "weave-deep", "fusionrag", "prophetkv", "random"])
+def test_rows_that_stay_are_among_those_that_start(world: World, name: str) -> None:
+    selector = world.strategy(name).selector
+    assert selector is not None
+    assert not selector.in_flight
+    chosen, stay = (set(rows.tolist()) for rows in selector.select(world.scene(), (20, 6)))
+    assert (len(chosen), len(stay)) == (20, 6)
+    assert stay < chosen
 
 
 def test_depth_is_what_a_row_costs() -> None:

@@ -10,9 +10,9 @@ from kvweave.engine.page_manager import PageManager
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.shared import open_shared

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvweave.fuse.drift import Shift
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest, State
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.sources import ChunkSource, LayerTransfer
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.fused_pass import Mask
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.base import InFlightSelector, Selector
@@ -22,7 +23,6 @@ from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.kvshare import KVShareLike
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.weave import taper, weave, weave_deep, weave_through

@@ -17,6 +17,7 @@ from kvweave.errors import ConfigError, ModelError, RequestError
 from kvweave.fuse.encode.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import budget
 from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
@@ -24,7 +25,6 @@ from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
 from kvweave.fuse.selectors.epic import Epic
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention

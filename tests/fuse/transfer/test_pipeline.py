@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks

@@ -24,8 +24,8 @@ from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.prefill import can_share
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape

@@ -2,7 +2,7 @@
 
 Add a selector:
 
-1. Write `selectors/last_rows.py` over `Needs` (needs.py) and `Scene` (base.py), with three members:
+1. Write `selectors/last_rows.py` over `Needs` (fuse/needs.py) and `Scene` (base.py):
 
        @dataclass(frozen=True, slots=True)
        class LastRows:

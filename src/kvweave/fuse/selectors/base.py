@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kvweave.errors import ModelError
 from kvweave.fuse.fused_pass import LayerLook
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.trace import ScoredHits
 from kvweave.kernels.host import on_host
@@ -65,8 +65,9 @@ class Selector(Protocol):
     def needs(self, num_layers: int) -> Needs: ...
 
     def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
-        """For each of `counts`, that many of `scene.hits`: positions, ascending, on the host. Of
-        two counts the smaller has the rows that matter most."""
+        """For each of `counts`, that many of `scene.hits`: positions, ascending, on the host. A
+        strategy that tapers asks for two counts: the rows of the smaller one are among the others,
+        and matter most."""
         ...
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
-from kvweave.fuse.selectors.needs import Needs
 
 Signal = Literal["v", "k", "kv"]
 

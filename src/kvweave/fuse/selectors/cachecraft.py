@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kvweave.errors import RequestError
 from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.base import Scene, ranked_positions
-from kvweave.fuse.selectors.needs import Needs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.base import Scene
-from kvweave.fuse.selectors.needs import Needs
 
 
 @dataclass(frozen=True, slots=True)

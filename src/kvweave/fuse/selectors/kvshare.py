@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import deviation, rows_of
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate
 

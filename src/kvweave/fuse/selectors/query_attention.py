@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.probe import (
     ContextView,
     FrontView,
@@ -24,7 +25,6 @@ from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
 from kvweave.fuse.selectors.base import Scene, of_hits, ranked_positions
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device

@@ -8,7 +8,7 @@ towards the end, where nothing is left to copy while the last group is computed.
 
 from collections.abc import Sequence
 
-from kvweave.fuse.selectors.needs import Needs
+from kvweave.fuse.needs import Needs
 
 GROUP_LAYERS = 4
 GROUP_BYTES = 128 << 20  # unless one layer has more

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.prompt_layers import OwnLayers
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.keys import ChunkKey

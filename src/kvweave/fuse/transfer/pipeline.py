@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.sources import ChunkSource, LayerTransfer, StoredChunks, check_arrived
 from kvweave.fuse.transfer.groups import LayerQueue, group_for, taking_order
 from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan, FuseRequest
-from kvweave.fuse.selectors.needs import Needs
 from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
 from kvweave.fuse.shared_chunks import Filling, LayerScratch, PoolRoom, ScratchMemory, SharedLayers
 from kvweave.fuse.sources import LayerTransfer
