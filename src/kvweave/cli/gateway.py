@@ -1,14 +1,24 @@
 """`kvweave gateway`: the server's API over engines that run elsewhere."""
 
 import copy
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvweave.cli import serve
+from kvweave.cli.greeting import greet, url_of
 from kvweave.cli.options import Amount, config_option, pass_config
 from kvweave.config import EffectiveConfig
+from kvweave.serve.starting import StartAnswers
+
+if TYPE_CHECKING:
+    from kvweave.app.libraries.libraries import Libraries
+    from kvweave.gateway.gateway import Gateway
+    from kvweave.serve.server import Server
 
 RUNNING_PER_UPSTREAM = 64  # answers under way, where nobody says how many
 MOST_RUNNING = 512  # each is a thread that waits
@@ -71,6 +81,15 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     Knowledge bases, search and prompts are here; tokens come from the upstreams.
     """
     serve.need_extra()
+    at = effective.config.server
+    with serve.listen(at.host, at.port) as listener, StartAnswers(listener) as start:
+        serve.run_server(*make_server(folders, effective, listener), start)
+
+
+def make_server(
+    folders: Sequence[str], effective: EffectiveConfig, listener: socket.socket
+) -> "tuple[Server, Gateway, Libraries]":
+    """Wait for an upstream and put the server together; the others are to be closed after it."""
     from kvweave.app.answer.answerer import AnswerSettings
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
@@ -89,38 +108,37 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
         running = min(MOST_RUNNING, RUNNING_PER_UPSTREAM * len(upstreams.upstreams))
         server_config = replace(server_config, running=running)
     places = serve.make_places(config, folders)
-    with serve.listen(server_config.host, server_config.port) as listener:
-        serve.warn_if_open(server_config.host, has_keys=bool(keys))
-        configure_logs(server_config.log_format, server_config.log_level)
-        configure_tracing()
-        gateway = Gateway(
-            upstreams,
-            tokenizer=config.gateway.tokenizer,
-            settings=AnswerSettings.of(config),
-            remotes=remote_tiers(config.store),
-        )
-        opener = embedder_opener(config.library)
-        libraries = Libraries(gateway, places, open_embedder=opener)
-        url = serve.url_of(server_config.host, listener.getsockname()[1])
-        server = Server(
-            gateway,
-            limits=serve.make_limits(server_config),
-            libraries=libraries,
-            door=Door(keys, serve.make_origins(server_config)),
-            usual=serve.make_defaults(config),
-            lifecycle=ServerLifecycle(
-                prepare=[
-                    Prepare("opening the embedder and knowledge bases", libraries.open_ahead),
-                    Prepare("settling", settle),
-                ],
-                on_ready=lambda: serve.greet(
-                    gateway.model_name, gateway.words, url, places.root, with_key=bool(keys)
-                ),
-                lame_s=server_config.lame_s,
-                patience_s=server_config.grace_s,
+    serve.warn_if_open(server_config.host, has_keys=bool(keys))
+    configure_logs(server_config.log_format, server_config.log_level)
+    configure_tracing()
+    gateway = Gateway(
+        upstreams,
+        tokenizer=config.gateway.tokenizer,
+        settings=AnswerSettings.of(config),
+        remotes=remote_tiers(config.store),
+    )
+    opener = embedder_opener(config.library)
+    libraries = Libraries(gateway, places, open_embedder=opener)
+    url = url_of(server_config.host, listener.getsockname()[1])
+    server = Server(
+        gateway,
+        limits=serve.make_limits(server_config),
+        libraries=libraries,
+        door=Door(keys, serve.make_origins(server_config)),
+        usual=serve.make_defaults(config),
+        lifecycle=ServerLifecycle(
+            prepare=[
+                Prepare("opening the embedder and knowledge bases", libraries.open_ahead),
+                Prepare("settling", settle),
+            ],
+            on_ready=lambda: greet(
+                gateway.model_name, gateway.words, url, places.root, with_key=bool(keys)
             ),
-        )
-        serve.run_server(server, gateway, libraries, listener)
+            lame_s=server_config.lame_s,
+            patience_s=server_config.grace_s,
+        ),
+    )
+    return server, gateway, libraries
 
 
 def _add_options_of_serve() -> None:

@@ -1,5 +1,6 @@
 """Getting models on this machine while a person watches."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 import click
 
 from kvweave.config import WeaveConfig
-from kvweave.model.files.model_cache import Progress, PullStep
+from kvweave.model.files.model_cache import Progress, PullStep, no_progress, stages
 
 
 def with_model(config: WeaveConfig) -> WeaveConfig:
@@ -28,7 +29,8 @@ def with_model(config: WeaveConfig) -> WeaveConfig:
 
 @contextmanager
 def pull_bar(name: str) -> Iterator[Progress]:
-    """A bar on a terminal, one line per stage elsewhere; nothing where nothing is done."""
+    """A bar on a terminal, one line per stage elsewhere; nothing where nothing is done, or where a
+    server that starts tells of its stages."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -40,6 +42,9 @@ def pull_bar(name: str) -> Iterator[Progress]:
     from rich.progress import Progress as RichProgress
 
     console = Console(stderr=True)
+    if stages.isEnabledFor(logging.INFO):
+        yield no_progress
+        return
     if not console.is_terminal:
         seen: set[str] = set()
 

@@ -2,7 +2,6 @@
 
 import importlib.util
 import ipaddress
-import json
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from kvweave.cli.greeting import EVERYWHERE, greet, url_of
 from kvweave.cli.interrupts import EXIT_CODE
 from kvweave.cli.knowledge_bases import open_models
 from kvweave.cli.options import (
@@ -33,6 +33,7 @@ from kvweave.cli.options import (
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
 from kvweave.errors import ConfigError
 from kvweave.paths import kb_root
+from kvweave.serve.starting import StartAnswers
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from kvweave.serve.server import Server
 
 
-EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
 MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
 OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
@@ -181,6 +181,18 @@ def _gib(amount: float) -> int:
 def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     need_extra()
+    server_config = effective.config.server
+    with (
+        listen(server_config.host, server_config.port) as listener,
+        StartAnswers(listener) as start,
+    ):
+        run_server(*make_server(folders, effective.config, listener), start)
+
+
+def make_server(
+    folders: Sequence[str], config: WeaveConfig, listener: socket.socket
+) -> "tuple[Server, Closable, Libraries]":
+    """Load the models and put the server together; the others are to be closed after it."""
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import check_store
@@ -191,49 +203,47 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
     from kvweave.serve.ui.config import PageConfig
 
-    config, server_config = effective.config, effective.config.server
+    server_config = config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
     origins = make_origins(server_config)
     places = make_places(config, folders)
     check_store(config.store)
-    # before the model: a taken port should not cost a load
-    with listen(server_config.host, server_config.port) as listener:
-        warn_if_open(server_config.host, has_keys=bool(keys))
-        weave = open_models(config)
-        weave.check_strategy(places.usual.reuse, places.usual.ratio)
-        opener = embedder_opener(config.library)
-        libraries = Libraries(weave, places, open_embedder=opener)
-        steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
-        if server_config.kb_root is not None or libraries.has_some():
-            # else nothing is fused at first: idle time measures once something is
-            steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
-        steps.append(Prepare("settling", settle))
-        url = url_of(server_config.host, listener.getsockname()[1])
-        configure_logs(server_config.log_format, server_config.log_level)
-        configure_tracing()
-        server = Server(
-            weave,
-            limits=limits,
-            libraries=libraries,
-            door=Door(keys, origins),
-            usual=make_defaults(config),
-            page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
-            lifecycle=ServerLifecycle(
-                prepare=steps,
-                on_ready=lambda: greet(
-                    ", ".join(weave.models()),
-                    weave.weights_words,
-                    url,
-                    places.root,
-                    with_key=bool(keys),
-                ),
-                lame_s=server_config.lame_s,
-                patience_s=server_config.grace_s,
-                stuck_s=server_config.engine_s,
-                on_broken=lambda why: end_by_force(END_S),
+    warn_if_open(server_config.host, has_keys=bool(keys))
+    weave = open_models(config)
+    weave.check_strategy(places.usual.reuse, places.usual.ratio)
+    opener = embedder_opener(config.library)
+    libraries = Libraries(weave, places, open_embedder=opener)
+    steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
+    if server_config.kb_root is not None or libraries.has_some():
+        # else nothing is fused at first: idle time measures once something is
+        steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))
+    steps.append(Prepare("settling", settle))
+    url = url_of(server_config.host, listener.getsockname()[1])
+    configure_logs(server_config.log_format, server_config.log_level)
+    configure_tracing()
+    server = Server(
+        weave,
+        limits=limits,
+        libraries=libraries,
+        door=Door(keys, origins),
+        usual=make_defaults(config),
+        page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
+        lifecycle=ServerLifecycle(
+            prepare=steps,
+            on_ready=lambda: greet(
+                ", ".join(weave.models()),
+                weave.weights_words,
+                url,
+                places.root,
+                with_key=bool(keys),
             ),
-        )
-        run_server(server, weave, libraries, listener)
+            lame_s=server_config.lame_s,
+            patience_s=server_config.grace_s,
+            stuck_s=server_config.engine_s,
+            on_broken=lambda why: end_by_force(END_S),
+        ),
+    )
+    return server, weave, libraries
 
 
 def make_limits(server: ServerSettings) -> "Limits":
@@ -374,7 +384,7 @@ def _is_installed(name: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Take the port now; clients that come while the model loads wait in the backlog."""
+    """Take the port: before the model, since a taken one should not cost a load."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -396,14 +406,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    server: "Server", host: "Closable", libraries: "Libraries", listener: socket.socket
+    server: "Server", host: "Closable", libraries: "Libraries", start: StartAnswers
 ) -> None:
     """Serve until a signal, then close in order: `host` is a Weave or a Gateway."""
     # uvicorn stops in order and then passes the signal on, which must not end us before we close
     signal.signal(signal.SIGTERM, _end)
     with closing(host), closing(libraries):
         try:
-            server.run([listener])
+            server.run([start.hand_over()])
             if server.broken is not None:
                 _leave_broken(server.broken)
         except KeyboardInterrupt:
@@ -440,47 +450,3 @@ class _Terminated(BaseException):
 def _end(_signal: int, _frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: it is being closed
     raise _Terminated
-
-
-def url_of(host: str, port: int) -> str:
-    if host in EVERYWHERE:
-        host = "localhost"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def greet(model: str, words: str, url: str, root: Path | None, *, with_key: bool) -> None:
-    """Lines that can be copied and run."""
-    from rich.console import Console
-
-    hello = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
-    key = "YOUR-KEY" if with_key else "none"
-    header = " -H 'Authorization: Bearer YOUR-KEY'" if with_key else ""
-    console = Console(highlight=False)
-
-    def say(text: str = "", style: str = "") -> None:
-        console.print(text, style=style, markup=False, soft_wrap=True)
-
-    say(f"kvweave serves {model} at {url}/v1", "bold green")
-    if root is None:
-        say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
-    else:
-        say(f"knowledge bases: {root} (an upload makes one)", "dim")
-    say(f"web page: {url}/", "dim")
-    say(words, "dim")
-    say("Ctrl-C stops it. Try it from another terminal:", "dim")
-    say()
-    if root is not None:
-        say(f"  curl {url}/v1/kb/notes/documents{header} -F file=@README.md")
-    say(f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\")
-    say(f"    -d '{json.dumps(hello)}'")
-    say()
-    say("or from Python (pip install openai):", "dim")
-    say()
-    say("  from openai import OpenAI")
-    say(f'  chat = OpenAI(base_url="{url}/v1", api_key="{key}").chat.completions')
-    say('  hello = [{"role": "user", "content": "Say hello."}]')
-    say(
-        f"  print(chat.create(model={model!r}, messages=hello, max_tokens=32)"
-        ".choices[0].message.content)"
-    )
-    console.file.flush()

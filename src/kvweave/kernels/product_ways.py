@@ -38,6 +38,7 @@ from kvweave.kernels.products import FLOAT32, WAYS, ByRows
 from kvweave.kernels.rounded import round_weight
 
 log = logging.getLogger(__name__)
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
 FORMAT = 2
 
@@ -87,7 +88,7 @@ class ProductWays:
         """Seconds by way and rows; measures them if nobody has."""
         shape = shape.measured
         if shape not in self._times:
-            log.info("measuring products of %d × %d, once", *shape)
+            stages.info("measuring products of %d × %d on this machine, once", *shape)
             self._times[shape] = self._measure(shape)
             if is_doubtful(shape, self._times[shape]):
                 self._times[shape] = self._measure(shape)

@@ -4,7 +4,8 @@ Projections that read the same input are fused into one matrix (q, k, v; gate, u
 instead of three on the hot path. Names are those of Hugging Face checkpoints.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.products import FLOAT32
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
+
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
 # behind the fingerprint of rounded weights; another number when they are rounded another way
 ROUNDED = "-int8.3"
@@ -97,7 +100,7 @@ def load_weights(
         head = Linear(embedding)
     else:
         head = Linear(load.matrix("lm_head.weight", spec.vocab_size, spec.hidden_dim))
-    layers = (_load_layer(load, spec, i) for i in range(spec.num_layers))
+    layers = _load_layers(load, spec)
     final_norm = load.vector("model.norm.weight", spec.hidden_dim)
     fingerprint = files.fingerprint()
     if rounder is None:
@@ -139,6 +142,12 @@ class _Loader:
                 self._files.read_into(f"{name}.bias", offsets[start : start + dim])
             start += dim
         return Linear(weight, offsets)
+
+
+def _load_layers(load: _Loader, spec: ModelSpec) -> Iterator[LayerWeights]:
+    for index in range(spec.num_layers):
+        stages.info("loading weights", extra={"share": index / spec.num_layers})
+        yield _load_layer(load, spec, index)
 
 
 def _load_layer(load: _Loader, spec: ModelSpec, index: int) -> LayerWeights:

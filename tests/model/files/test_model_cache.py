@@ -130,7 +130,7 @@ def test_two_makers_at_once_do_the_work_once(model_cache: ModelCache) -> None:
     path = model_cache.make("toy-1", make_origin(), filling("other"), report)
     first.join()
     assert (path / "model.safetensors").read_text() == "weights"
-    assert [step.what for step in waited] == ["waiting for another kvweave"]
+    assert [step.what for step in waited] == ["waiting for another kvweave's"]
     assert calls == ["slow"]
 
 

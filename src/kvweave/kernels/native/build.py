@@ -13,6 +13,7 @@ other: a second one in a process would have its own threads, and the two would w
 
 import errno
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -32,6 +33,7 @@ SOURCE = Path(__file__).with_name("rows.c")
 COMPILERS = ("cc", "gcc", "clang")
 TIMEOUT_S = 120.0
 _SUM_BYTES = 16
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.so")
 
 
@@ -129,6 +131,7 @@ def _compile(scratch: Path, flags: tuple[str, ...], openmp: Path | None) -> Path
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         raise BuildError("there is no C compiler here; install one (such as the package gcc)")
+    stages.info("compiling kernels for this CPU, once")
     made, linked = scratch / "rows.o", scratch / "rows.so"
     _run([compiler, *flags, "-c", str(SOURCE), "-o", str(made)])
     # linked without -fopenmp, which would bring the compiler's own library

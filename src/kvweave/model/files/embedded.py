@@ -23,7 +23,7 @@ from kvweave.model.files.model_cache import (
     Progress,
     PullStep,
     link_or_copy,
-    no_progress,
+    tell_stages,
 )
 from kvweave.model.files.part_sums import QWEN_CODER_05B, QWEN_CODER_15B
 from kvweave.model.files.sources import Source, Workplace, fetch_first
@@ -199,7 +199,7 @@ def pull(
     once. Raises ModelNotFound where no source has the file, ModelCorrupt where one gave others.
     """
     cache = cache or ModelCache()
-    report = progress or no_progress
+    report = tell_stages(model.name, progress)
     found = peek(model, cache)
     if found is not None:
         return found.path

@@ -16,7 +16,7 @@ from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, peek
 from kvweave.model.files.embedded import pull as pull_embedded
 from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
-from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, PullStep, no_progress
+from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, PullStep, tell_stages
 from kvweave.model.files.wheel import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -75,7 +75,7 @@ def gguf_folder(
     if not path.is_file():
         raise ModelNotFound(f"{path} does not exist or is not a file; check the path")
     cache = cache or ModelCache()
-    report = progress or no_progress
+    report = tell_stages(path.name, progress)
     sha256 = _content_hash(path, cache)
     folder_name = f"gguf-{sha256[:16]}"
     origin = CacheOrigin(

@@ -11,6 +11,7 @@ removes what is left.
 """
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -23,6 +24,8 @@ from typing import Any, NamedTuple
 
 from kvweave.errors import ModelError
 from kvweave.paths import home
+
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
 _MANIFEST = "manifest.json"
 
@@ -42,6 +45,18 @@ Progress = Callable[[PullStep], None]
 
 def no_progress(step: PullStep) -> None:
     """For callers that show none."""
+
+
+def tell_stages(name: str, progress: Progress | None) -> Progress:
+    """Return a progress that tells `progress` and a starting server of every step."""
+
+    def tell(step: PullStep) -> None:
+        share = step.done_bytes / step.total_bytes if step.total_bytes else None
+        stages.info("%s %s", step.what, name, extra={"share": share})
+        if progress is not None:
+            progress(step)
+
+    return tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +189,7 @@ class ModelCache:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            progress(PullStep("waiting for another kvweave", 0, 0))
+            progress(PullStep("waiting for another kvweave's", 0, 0))
             lock.acquire()
         try:
             yield
