@@ -125,15 +125,23 @@ def test_it_gets_an_answer_whole_and_in_a_stream(webui: WebUI, model: str) -> No
 
 def test_settings_of_a_chat_arrive(webui: WebUI) -> None:
     """As its page sends them: under `params`."""
-    params: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "seed": 3}
+    params: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.05,
+        "seed": 3,
+    }
     params |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "stop": ["zz"], "max_tokens": 3}
     body = {"model": MODEL, "messages": user(ASKED), "stream": False, "params": params}
     assert webui.call("POST", "/api/chat/completions", body)["usage"]["completion_tokens"] == 3
     refused = webui.http.post(
-        "/api/chat/completions", json={**body, "params": {"min_p": 0.05}}, timeout=60
+        "/api/chat/completions", json={**body, "params": {"reasoning_effort": "high"}}, timeout=60
     )
     assert refused.status_code == 400
-    assert "'min_p' is not supported" in refused.text, "what is wrong is told to who set it"
+    assert "'reasoning_effort' is not supported" in refused.text, (
+        "what is wrong is told to who set it"
+    )
 
 
 @pytest.mark.parametrize("task", ["title", "tags", "follow_up", "queries", "emoji"])

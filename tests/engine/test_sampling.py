@@ -76,6 +76,27 @@ def test_top_p_counts_what_top_k_left() -> None:
     assert set(drawn(logits, top_k=3, top_p=0.5)) == {0, 1}
 
 
+def test_min_p_keeps_tokens_by_their_part_of_the_likeliest_ones_probability() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert set(drawn(logits, min_p=0.61)) == {0}
+    assert set(drawn(logits, min_p=0.29)) == {0, 1, 2}
+    assert set(drawn(logits, min_p=1.0)) == {0}
+    hot = Sampler(Sampling(temperature=50.0, seed=0, min_p=0.29))  # after the temperature
+    assert {hot.choose(logits, []).token_id for _ in range(400)} == {0, 1, 2, 3}
+
+
+def test_a_bias_is_added_to_the_logits_of_its_tokens() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    before = logits.clone()
+    assert choose(logits, logit_bias=((2, 1.5),)).token_id == 2
+    assert choose(logits, logit_bias=((2, 0.5),)).token_id == 1
+    assert set(drawn(logits, logit_bias=((0, -100.0), (1, -100.0)))) == {2}
+    biased = choose(logits, logit_bias=((2, 1.5),), logprobs=0)
+    assert biased.logprob == pytest.approx(float(logits.log_softmax(-1)[2])), "the model's own"
+    assert torch.equal(logits, before)
+    assert not Sampling(logit_bias=((2, 1.5),)).is_plainly_greedy
+
+
 @given(st.integers(0, 2**63 - 1))
 @settings(deadline=None, max_examples=20)
 def test_a_seed_repeats_the_whole_sequence(seed: int) -> None:

@@ -90,6 +90,9 @@ def test_an_engine_without_it_gets_a_plain_prompt(tokenizer: Tokenizer) -> None:
     assert set(body) == {
         *("model", "prompt", "max_tokens", "temperature", "stream", "stream_options"),
     }
+    bent = Sampling(min_p=0.1, logit_bias=((7, -100.0),))
+    told = body_of(UpstreamRequest(prompt, bent), plain)
+    assert (told["min_p"], told["logit_bias"]) == (0.1, {"7": -100.0})
     full = body_of(UpstreamRequest(prompt, Sampling(), reuse="full"), VLLM)
     assert "kv_transfer_params" not in full, "an engine that hears of no chunks computes them"
 

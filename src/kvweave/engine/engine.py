@@ -141,6 +141,10 @@ class Engine:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
         self._limits.check(prompt_ids)
 
+    def check_answer(self, request: EngineRequest) -> None:
+        """Raise RequestError unless what is asked of the answer makes sense, as `submit` would."""
+        self._lifecycle.check_answer(request)
+
     def forget(
         self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
     ) -> int:

@@ -29,6 +29,8 @@ class RequestLimits:
         size = self._spec.vocab_size
         if any(not 0 <= token_id < size for token_id in request.forced):
             raise RequestError(f"`forced` has token ids outside the vocabulary of {size}")
+        if any(not 0 <= token_id < size for token_id, _ in request.sampling.logit_bias):
+            raise RequestError(f"logit_bias has token ids outside the vocabulary of {size}")
         if request.watched < 0:
             raise RequestError(f"watched must be 0 or more, got {request.watched}")
 

@@ -1,8 +1,8 @@
 """From logits to the next token.
 
-The order is: repetition penalty, temperature, top-k, top-p, draw. Temperature 0 is greedy and uses
-no randomness. A seed makes a draw repeatable whatever else runs beside it, because every request
-has a generator of its own. Reported log probabilities are the model's, before any of this.
+The order is: penalties, bias, temperature, min-p, top-k, top-p, draw. Temperature 0 is greedy and
+uses no randomness. A seed makes a draw repeatable whatever else runs beside it, because every
+request has a generator of its own. Reported log probabilities are the model's, before any of this.
 
 A draw goes down from the likeliest token until it has passed as much probability as it drew, so it
 mostly ends among the first few: the whole vocabulary is sorted only where it goes on beyond those.
@@ -36,6 +36,7 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # keep the smallest set of tokens with this much probability
     top_k: int = 0  # keep this many tokens; 0 keeps all
+    min_p: float = 0.0  # keep tokens with at least this part of the likeliest one's probability
     repetition_penalty: float = 1.0  # > 1 makes tokens seen so far less likely
     seed: int | None = None  # None: another answer each time
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
@@ -44,6 +45,7 @@ class Sampling:
     # taken off the logit of a token that the answer has: once, and for each time it has it
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     json_schema: str | None = None  # the answer is JSON that this schema, itself JSON, describes
 
     def __post_init__(self) -> None:
@@ -57,18 +59,21 @@ class Sampling:
         whole |= {n: getattr(self, n) for n in ("seed", "logprobs") if getattr(self, n) is not None}
         for name, value in whole.items():
             check(type(value) is int, name, "a whole number")
-        for name in ("temperature", "top_p", "repetition_penalty", *ANSWER_PENALTIES):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", *ANSWER_PENALTIES):
             check(type(getattr(self, name)) in (int, float), name, "a number")
         check(type(self.stop_loops) is bool, "stop_loops", "true or false")
         check(self.max_tokens >= 1, "max_tokens", "at least 1")
         check(0.0 <= self.temperature <= 100.0, "temperature", "between 0 and 100")
         check(0.0 < self.top_p <= 1.0, "top_p", "above 0 and at most 1")
+        check(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1")
         check(self.top_k >= 0, "top_k", "0 (off) or more")
         check(
             0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty", "between 0.01 and 100"
         )
         for name in ANSWER_PENALTIES:
             check(-2.0 <= getattr(self, name) <= 2.0, name, "between -2 and 2")
+        within = all(-100.0 <= bias <= 100.0 for _, bias in self.logit_bias)
+        check(within, "logit_bias", "made of numbers between -100 and 100")
         check(self.seed is None or 0 <= self.seed < 2**63, "seed", "between 0 and 2**63 - 1")
         check(all(self.stop), "stop", "made of non-empty strings")
         check(
@@ -80,7 +85,8 @@ class Sampling:
     @property
     def is_plainly_greedy(self) -> bool:
         """The likeliest token is taken, and nothing else is asked for."""
-        is_unbent = self.repetition_penalty == 1.0 and not self.counts_answer
+        is_bent = self.counts_answer or self.logit_bias
+        is_unbent = self.repetition_penalty == 1.0 and not is_bent
         is_free = self.logprobs is None and self.json_schema is None
         return self.temperature == 0.0 and is_unbent and is_free
 
@@ -150,6 +156,11 @@ class Sampler:
             logits = _penalised(logits, seen, s.repetition_penalty)
         if s.counts_answer:
             logits = self._answer.lowered(logits, s.presence_penalty, s.frequency_penalty)
+        if s.logit_bias:
+            ids, bias = zip(*s.logit_bias, strict=True)
+            added = torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+            place = torch.tensor(ids, device=logits.device)
+            logits = logits.index_put((place,), added, accumulate=True)
         if self._constraint is not None:
             may_come = torch.from_numpy(self._constraint.mask()).to(logits.device)
             logits = logits.masked_fill(~may_come, -torch.inf)
@@ -163,6 +174,8 @@ class Sampler:
         drawn = float(torch.rand(1, generator=self._generator, dtype=torch.float64))
         # From the likeliest down, so that the smallest temperature gives 0 and -inf, never nan.
         scores = (logits - logits.max()) / max(s.temperature, SMALLEST_TEMPERATURE)
+        if s.min_p > 0.0:
+            scores = scores.masked_fill(scores < math.log(s.min_p), -torch.inf)
         is_cut = 0 < s.top_k < len(scores)
         look = s.top_k if is_cut else min(len(scores), FIRST_LOOK)
         found = _walk(scores, look, is_all=is_cut, top_p=s.top_p, drawn=drawn)

@@ -44,6 +44,10 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
         body["top_p"] = drawn.top_p
     if drawn.top_k:
         body["top_k"] = drawn.top_k
+    if drawn.min_p:
+        body["min_p"] = drawn.min_p
+    if drawn.logit_bias:
+        body["logit_bias"] = {str(token_id): bias for token_id, bias in drawn.logit_bias}
     if drawn.repetition_penalty != 1.0:
         body["repetition_penalty"] = drawn.repetition_penalty
     for name in ANSWER_PENALTIES:

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
 from kvweave.serve.observe.logs import HumanLines, JsonLines
 from kvweave.serve.observe.tracing import wanted_exporter
-from worlds.serving import user
+from kvweave.serve.server import Prepare, ServerLifecycle
+from worlds.serving import serving, user
 
 
 @contextmanager
@@ -84,6 +87,22 @@ def test_probes_are_written_at_debug_alone(url: str) -> None:
     with logged(JsonLines(), logging.DEBUG) as lines:
         httpx.get(f"{url}/healthz", headers={"x-request-id": "a-probe"}, timeout=60)
         assert json.loads(line_of(lines, "a-probe"))["level"] == "debug"
+
+
+def test_of_a_probe_only_a_change_of_its_status_is_written(weave: Weave) -> None:
+    gate = threading.Event()
+    steps = [Prepare("waiting", lambda: gate.wait(60))]
+    with logged(JsonLines()) as lines, serving(weave, lifecycle=ServerLifecycle(steps)) as url:
+        for _ in range(3):
+            assert httpx.get(f"{url}/readyz", timeout=60).status_code == 503
+        gate.set()
+        while httpx.get(f"{url}/readyz", timeout=60).status_code == 503:
+            pass
+        httpx.get(f"{url}/readyz", headers={"x-request-id": "a-probe"}, timeout=60)
+        httpx.get(f"{url}/v1/models", headers={"x-request-id": "no-probe"}, timeout=60)
+        line_of(lines, "no-probe")
+    told = [(line["path"], line["status"]) for line in map(json.loads, lines)]
+    assert told == [("/readyz", 503), ("/readyz", 200), ("/v1/models", 200)]
 
 
 @pytest.mark.parametrize(

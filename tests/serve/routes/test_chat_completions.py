@@ -114,6 +114,20 @@ def test_extensions_reach_the_sampler(client: OpenAI, weave: Weave) -> None:
     assert reply.choices[0].message.content == greedy.choices[0].message.content
 
 
+def test_min_p_and_logit_bias_reach_the_sampler(client: OpenAI, weave: Weave) -> None:
+    greedy = client.chat.completions.create(messages=user("hello"), **GREEDY)
+    hot = {**GREEDY, "temperature": 50.0}
+    one_left = client.chat.completions.create(
+        messages=user("hello"), extra_body={"min_p": 1.0}, **hot
+    )  # the likeliest alone has all of its own probability
+    assert one_left.choices[0].message.content == greedy.choices[0].message.content
+    token_id = weave.runtime.tokenizer.encode("node")[0]
+    biased = client.chat.completions.create(
+        messages=user("hello"), logit_bias={str(token_id): 100}, **{**GREEDY, "max_tokens": 3}
+    )
+    assert biased.choices[0].message.content == weave.runtime.tokenizer.decode([token_id] * 3)
+
+
 def test_logprobs_are_the_models(client: OpenAI, weave: Weave) -> None:
     answer = weave.chat(user("hello"), sampling=Sampling(max_tokens=24, logprobs=3)).finish()
     request: dict[str, Any] = {"messages": user("hello"), "logprobs": True, "top_logprobs": 3}

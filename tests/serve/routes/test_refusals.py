@@ -20,8 +20,13 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 # what is sent on top of HELLO → what the message must say
 FAULTS: list[tuple[dict[str, Any], str]] = [
-    ({"logit_bias": {"5": 1}}, "'logit_bias' is not supported other than {}, got {'5': 1}"),
-    ({"logit_bias": []}, "'logit_bias' is not supported other than {}"),
+    ({"logit_bias": {"five": 1}}, "'logit_bias' must have token ids as its keys, got 'five'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias must be made of numbers between -100 and 100"),
+    ({"logit_bias": {"5": "1"}}, "'logit_bias.5' must be a valid number, got '1'"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias has token ids outside the vocabulary of"),
+    ({"logit_bias": {str(n): 1 for n in range(1025)}}, "must be at most 1024 token ids, got 1025"),
+    ({"logit_bias": []}, "'logit_bias' must be a valid dictionary"),
+    ({"min_p": 1.5}, "min_p must be between 0 and 1, got 1.5"),
     ({"tools": [{"type": "function"}]}, "'tools.0.function' is missing"),
     ({"tool_choice": "always"}, "'tool_choice' must be auto, none, required or one function"),
     ({"response_format": {"type": "xml"}}, "'response_format.type' must be 'text', 'json_object'"),
@@ -170,8 +175,8 @@ def test_an_unknown_model_is_a_404_that_names_the_served_one(client: OpenAI) -> 
 
 
 def test_the_client_raises_bad_request_with_our_words(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="'logit_bias' is not supported") as seen:
-        client.chat.completions.create(model="tiny", messages=user("hi"), logit_bias={"5": 1})
+    with pytest.raises(openai.BadRequestError, match="'logit_bias' must have token ids") as seen:
+        client.chat.completions.create(model="tiny", messages=user("hi"), logit_bias={"a": 1})
     assert seen.value.param == "logit_bias"
 
 

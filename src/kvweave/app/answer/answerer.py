@@ -344,6 +344,7 @@ class Answerer:
     def _held(self, request: EngineRequest) -> EngineRequest:
         """A request whose answer is held to a JSON schema, if it asks for that. Raises RequestError
         for one that no answer can be held to."""
+        self._client.engine.check_answer(request)  # before a reply begins
         schema = request.sampling.json_schema
         if schema is None:
             return request

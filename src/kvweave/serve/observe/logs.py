@@ -21,7 +21,8 @@ log = logging.getLogger("kvweave.requests")
 
 Format = Literal["human", "json"]
 Level = Literal["debug", "info", "warning", "error"]
-PROBES = ("/healthz", "/readyz", "/metrics")  # asked every few seconds: written at debug alone
+# asked every few seconds: written at debug alone, unless the answer is another than before
+PROBES = ("/healthz", "/readyz", "/metrics")
 
 HEADER = b"x-request-id"
 SANE_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -42,6 +43,7 @@ class RequestLog:
         warning, which is written whether requests are logged or not; None: none is."""
         self._app = app
         self._count = count
+        self._probed = dict.fromkeys(PROBES, 200)  # the last status of each
         self._slow_ms = math.inf if slow_s is None else slow_s * 1e3
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,7 +83,10 @@ class RequestLog:
             "tenant": tenant_of(scope),
             **_of_answer(scope),
         }
-        usual = logging.DEBUG if scope["path"] in PROBES and status < 400 else logging.INFO
+        is_known = self._probed.get(scope["path"]) == status
+        if scope["path"] in PROBES:
+            self._probed[scope["path"]] = status
+        usual = logging.DEBUG if is_known else logging.INFO
         level, words = (usual, "") if ms <= self._slow_ms else (logging.WARNING, "slow: ")
         log.log(level, "%s%s %s", words, scope["method"], scope["path"], extra={"fields": fields})
 

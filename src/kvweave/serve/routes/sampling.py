@@ -17,6 +17,7 @@ DRAWN = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
@@ -30,7 +31,7 @@ Neutral = Mapping[str, Sequence[object]]
 
 def check_neutral(request: SamplingFields, neutral: Neutral) -> None:
     """Fields that clients send with a value that asks for nothing: no other is accepted."""
-    for name, values in {"logit_bias": [{}], **neutral}.items():
+    for name, values in neutral.items():
         got = getattr(request, name)
         if name in request.model_fields_set and not any(_is_same(got, each) for each in values):
             wants = " or ".join(json.dumps(value) for value in values)
@@ -104,11 +105,21 @@ def samplings(
             "max_tokens": max_tokens,
             "stop": tuple(request.stop),
             "logprobs": logprobs,
+            "logit_bias": _bias(request.logit_bias),
         },
         built_in={"temperature": request.temperature},  # of the wire format
         model=request.model,
     )
     return [replace(first, seed=seed) for seed in seeds(first.seed, request.n)]
+
+
+def _bias(sent: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """JSON has token ids as text. Raises ApiError."""
+    for name in sent:
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            message = f"'logit_bias' must have token ids as its keys, got {quoted(name)}"
+            raise ApiError(400, message, param="logit_bias")
+    return tuple((int(name), bias) for name, bias in sent.items())
 
 
 def seeds(seed: int | None, n: int) -> Sequence[int | None]:

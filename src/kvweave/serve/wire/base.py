@@ -23,6 +23,7 @@ NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
 MOST_FORGOTTEN = 4096  # chunks in one request
 MOST_CHUNKS = 1000  # that `k` may ask for
 MOST_STOPS = 4
+MOST_BIASED = 1024  # tokens of one request
 MOST_MESSAGES = 2048  # of one chat
 MOST_PARTS = 4096  # of all its messages together
 MOST_DOCUMENTS = 1000  # that one question brings
@@ -57,11 +58,11 @@ class Incoming(BaseModel):
 
 
 def at_most(most: int, what: str) -> Callable[[Any], Any]:
-    """Refuses a longer list before its parts are looked at: on the event loop, where a hundred
-    thousand of them would hold up every other request."""
+    """Refuses a longer list or object before its parts are looked at: on the event loop, where a
+    hundred thousand of them would hold up every other request."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > most:
+        if isinstance(value, list | dict) and len(value) > most:
             raise PydanticCustomError("too_many", f"must be at most {most} {what}")
         return value
 
@@ -123,6 +124,8 @@ class SamplingFields(Incoming):
     temperature: Annotated[float, schema_only(minimum=0, maximum=100)] = 1.0
     top_p: Annotated[float, schema_only(exclusiveMinimum=0, maximum=1)] = 1.0
     top_k: Annotated[int, schema_only(minimum=0)] = 0  # extension; 0 keeps all tokens
+    # extension; tokens below this part of the likeliest one's probability are not drawn
+    min_p: Annotated[float, schema_only(minimum=0, maximum=1)] = 0.0
     repetition_penalty: Annotated[float, schema_only(minimum=0.01, maximum=100)] = 1.0  # extension
     stop_loops: bool = True  # extension; end an answer that only repeats itself
     seed: Annotated[int | None, schema_only(minimum=0, maximum=2**63 - 1)] = None
@@ -132,8 +135,12 @@ class SamplingFields(Incoming):
     stream_options: StreamOptions | None = None
     presence_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
     frequency_penalty: Annotated[float, schema_only(minimum=-2, maximum=2)] = 0.0
-    # Only the value that asks for nothing is accepted:
-    logit_bias: Annotated[Any, schema_only(enum=[{}])] = None
+    # token ids, and what is added to their logits
+    logit_bias: Annotated[
+        dict[str, float],
+        BeforeValidator(at_most(MOST_BIASED, "token ids")),
+        schema_only(additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
+    ] = Field(default_factory=dict)
     kv_transfer_params: KVTransferIn | None = None  # extension; of a gateway
     # The caller's own bookkeeping; it has no bearing on the answer.
     user: Text | None = None
