@@ -66,6 +66,7 @@ def test_the_lock_has_hashes_and_the_tested_versions_and_names_no_index() -> Non
     lock = (REPO / "requirements.lock").read_text()
     pinned = dict(re.findall(r"^([a-z0-9-]+)==([^ ]+) ", lock, re.MULTILINE))
     assert {"fastapi", "faiss-cpu", "tokenizers", "uvloop", "boto3", "redis"} <= pinned.keys()
+    assert {"llguidance", "pyyaml", "openpyxl", "python-pptx"} <= pinned.keys(), "what is offered"
     assert "transformers" not in pinned, "no extra of the image wants it"
     tested = {
         re.sub(r"[-_.]+", "-", name).lower(): version

@@ -12,7 +12,7 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 ALLOWED = re.compile(  # what may be combined with ours and passed on
-    r"(MIT|MIT-0|Apache-2\.0|BSD-[23]-Clause|0BSD|ISC|PSF-2\.0|MPL-2\.0|Zlib|BSL-1\.0|CC0-1\.0|"
+    r"(MIT|MIT-0|MIT-CMU|Apache-2\.0|BSD-[23]-Clause|0BSD|ISC|PSF-2\.0|MPL-2\.0|Zlib|BSL-1\.0|CC0-1\.0|"
     r"CNRI-Python|Unlicense)( WITH LLVM-exception)?"
 )
 

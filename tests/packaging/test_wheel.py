@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import kvweave
 
 REPO = Path(__file__).resolve().parents[2]
+MAKEFILE = (REPO / "Makefile").read_text()
 # endings of what the package reads at run time
 DATA = (
     ".txt",
@@ -95,3 +97,31 @@ def test_the_metadata_names_every_extra_that_a_command_asks_for() -> None:
     text = (REPO / "pyproject.toml").read_text()
     for extra in set(EXTRAS.values()):
         assert re.search(rf"^{extra} = \[", text, re.MULTILINE), extra
+
+
+def packages_of(*extras: str) -> set[str]:
+    """What `pip install 'kvweave[…]'` asks for, by name."""
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"]]
+    for extra in extras:
+        asked += project["optional-dependencies"][extra]
+    return {re.split(r"[<>=!~\[ ;]", name, maxsplit=1)[0].lower() for name in asked}
+
+
+def test_what_make_serve_installs_covers_what_the_server_offers() -> None:
+    """JSON schemas and required tools, --redis-url, and every format that the page takes."""
+    (asked,) = re.findall(r"-e '\.\[([\w,]+)\]'\n\t@touch", MAKEFILE.partition(".dev:")[0])
+    installed = packages_of(*asked.split(","))
+    assert {"llguidance", "redis"} <= packages_of("serve") <= installed
+    formats = {"pypdf", "python-docx", "python-pptx", "openpyxl", "pyyaml", "selectolax"}
+    assert formats <= installed
+
+
+def test_every_way_out_that_names_an_extra_names_one_that_there_is() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert all(extras.values()), "an extra without packages promises something"
+    places = [*(REPO / "src").rglob("*.py"), *(REPO / "docs").glob("*.md"), REPO / "README.md"]
+    for path in places:
+        for named in re.findall(r"kvweave\[([\w,-]+)\]", path.read_text()):
+            assert set(named.split(",")) <= extras.keys(), f"{path.name}: kvweave[{named}]"

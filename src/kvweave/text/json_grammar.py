@@ -99,6 +99,6 @@ class JsonGrammars:
             import llguidance
         except ImportError as error:
             raise RequestError(
-                "answers in JSON need llguidance; run: pip install 'kvweave[json]'"
+                "answers in JSON need llguidance; run: pip install 'kvweave[serve]'"
             ) from error
         return llguidance

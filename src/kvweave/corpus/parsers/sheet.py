@@ -25,7 +25,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     try:
         import openpyxl
     except ImportError as error:
-        raise CorpusError("reading .xlsx needs openpyxl; pip install 'kvweave[formats]'") from error
+        raise CorpusError("reading .xlsx needs openpyxl; pip install 'kvweave[rag]'") from error
     try:
         # values as they were last computed, row by row: formulas are not run
         book = openpyxl.load_workbook(io.BytesIO(data), read_only=True, data_only=True)

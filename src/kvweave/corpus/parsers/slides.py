@@ -15,7 +15,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     try:
         import pptx
     except ImportError as error:
-        message = "reading .pptx needs python-pptx; pip install 'kvweave[formats]'"
+        message = "reading .pptx needs python-pptx; pip install 'kvweave[rag]'"
         raise CorpusError(message) from error
     try:
         deck = pptx.Presentation(io.BytesIO(data))

@@ -56,7 +56,7 @@ def _yaml(text: str) -> list[Any]:
     try:
         import yaml
     except ImportError as error:
-        raise CorpusError("reading YAML needs PyYAML; pip install 'kvweave[formats]'") from error
+        raise CorpusError("reading YAML needs PyYAML; pip install 'kvweave[rag]'") from error
     try:
         return list(yaml.safe_load_all(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
