@@ -61,7 +61,11 @@ def test_the_snippet_of_the_greeting_runs_and_control_c_stops(chat_model_folder:
         assert ran.stdout.strip()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
-        assert (process.returncode, out, err) == (128 + signal.SIGINT, "", "stopped\n")
+        assert (process.returncode, out) == (128 + signal.SIGINT, "")
+        *stages, last = err.splitlines()
+        assert last == "stopped"
+        assert stages[0] == "kvweave: loading weights, 0 %"
+        assert all(line.startswith("kvweave: ") for line in stages)
 
 
 def test_without_a_flag_uploads_make_knowledge_bases_where_the_greeting_says(
@@ -123,8 +127,7 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     assert process.returncode == 0
     *lines, last = err.splitlines()
     assert last == "stopped"
-    said = [line for line in lines if not line.startswith("{")]
-    assert said[0].startswith("kvweave: measuring this machine")
+    assert any(line.startswith("kvweave: measuring this machine") for line in lines)
     # a busy machine is measured once more, and said to be; products that fell behind are, too
     told_s = [n for n, line in enumerate(lines) if line.startswith("kvweave: measured in ")]
     assert told_s

@@ -17,6 +17,7 @@ from kvweave.serve.starting import StartAnswers
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries
+    from kvweave.gateway.config import GatewayConfig
     from kvweave.gateway.gateway import Gateway
     from kvweave.serve.server import Server
 
@@ -81,20 +82,24 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     Knowledge bases, search and prompts are here; tokens come from the upstreams.
     """
     serve.need_extra()
-    at = effective.config.server
+    from kvweave.gateway.config import GatewayConfig
+
+    at, upstreams = effective.config.server, GatewayConfig.of(effective.config.gateway)
     with serve.listen(at.host, at.port) as listener, StartAnswers(listener) as start:
-        serve.run_server(*make_server(folders, effective, listener), start)
+        serve.run_server(*make_server(folders, effective, upstreams, listener), start)
 
 
 def make_server(
-    folders: Sequence[str], effective: EffectiveConfig, listener: socket.socket
+    folders: Sequence[str],
+    effective: EffectiveConfig,
+    upstreams: "GatewayConfig",
+    listener: socket.socket,
 ) -> "tuple[Server, Gateway, Libraries]":
     """Wait for an upstream and put the server together; the others are to be closed after it."""
     from kvweave.app.answer.answerer import AnswerSettings
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import remote_tiers
-    from kvweave.gateway.config import GatewayConfig
     from kvweave.gateway.gateway import Gateway
     from kvweave.serve.auth import read_keys
     from kvweave.serve.door import Door
@@ -103,7 +108,7 @@ def make_server(
     from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
 
     config, server_config = effective.config, effective.config.server
-    keys, upstreams = read_keys(server_config.api_key_file), GatewayConfig.of(config.gateway)
+    keys = read_keys(server_config.api_key_file)
     if effective.sources["server.running"] == "default":
         running = min(MOST_RUNNING, RUNNING_PER_UPSTREAM * len(upstreams.upstreams))
         server_config = replace(server_config, running=running)

@@ -1,5 +1,6 @@
 """The face of a gateway: what `Weave` is where the model runs here."""
 
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +43,8 @@ from kvweave.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from kvweave.app.weave import Weave
 
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
+
 GUESSERS = 16  # threads that wait for prompts of guesses
 FIRST_CARD_S = 60.0  # for an upstream to say what it is, at the start
 
@@ -68,6 +71,7 @@ class Gateway:
         with ExitStack() as stack:
             stack.callback(self.close)
             self._watch.start()
+            stages.info("waiting for an upstream to answer")
             card = self._watch.wait_for_one(first_card_s)
             self._model = card.model
             folder, is_models = _tokenizer_folder(tokenizer, card.model)

@@ -86,6 +86,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
 T = TypeVar("T")
 
@@ -205,6 +206,7 @@ class Libraries:
         """Load the embedder and open as many knowledge bases as may be open, those that changed
         last: so that no question waits for it. One that does not open is told of in the log, and
         is refused when it is asked for."""
+        stages.info("opening the embedder and knowledge bases")
         try:
             self.embed([""])
         except KVWeaveError as error:
