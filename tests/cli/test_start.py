@@ -107,17 +107,20 @@ def fresh_home(folder: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", pytest.param("auto", marks=pytest.mark.slow)])
-def test_a_first_start_answers_probes_at_every_stage(tmp_path: Path, quant: str) -> None:
+def test_a_first_start_answers_probes_at_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quant: str
+) -> None:
     fresh_home(tmp_path, "smollm2")
+    monkeypatch.delenv("KVWEAVE_NATIVE", raising=False)  # other tests share what is compiled
     with starting(tmp_path, "serve", "--model", "smollm2", "--quant", quant) as start:
         stages = "\n".join(watch_start(start))
         told = start.errors.read_text()
     assert "the server is starting: loading libraries; try again" in stages
-    for words in ("compiling kernels for this CPU", r"loading weights, \d+ %"):
-        assert re.search(words, stages)
-        assert re.search(f"^kvweave: {words}", told, re.MULTILINE)
-    assert told.count("loading weights, 50 %") == 1
-    if quant == "auto":
+    assert "compiling kernels for this CPU" in stages
+    for words in ("compiling kernels for this CPU", "loading weights, 50 %"):
+        assert told.count(f"kvweave: {words}") == 1
+    if quant == "auto":  # else weights may be loaded between two probes
+        assert re.search(r"loading weights, \d+ %", stages)
         assert re.search(r"measuring products of \d+ × \d+ on this machine", stages)
 
 
