@@ -143,7 +143,7 @@ class Engine:
 
     def check_answer(self, request: EngineRequest) -> None:
         """Raise RequestError unless what is asked of the answer makes sense, as `submit` would."""
-        self._lifecycle.check_answer(request)
+        self._limits.check_answer(request)
 
     def forget(
         self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
