@@ -17,7 +17,7 @@ DRAINED_BODIES = 8
 # than these characters: so many take less than 0.05 s, and /healthz is to answer within 0.1 s. Of a
 # text about one in a hundred characters is one, 80,000 of the largest body.
 MOST_VALUES = 125_000
-UPLOADS = re.compile(r"/v1/kb/[^/]+/documents")
+UPLOADS = re.compile(r"/v1/kb/[^/]+/(documents|jobs)")
 
 
 class BodyLimit:

@@ -17,6 +17,7 @@ from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.readiness import Readiness
 from kvweave.serve.ui.config import PageConfig
 from kvweave.serve.uploads.quotas import TenantQuotas
+from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.workers.answer_pool import AnswerPool
 from kvweave.serve.workers.task_pool import TaskPool
 from kvweave.types import ChunkId
@@ -37,6 +38,7 @@ class Context:
     tasks: TaskPool  # searches, lists, embeddings
     writing: TaskPool  # uploads and deletions
     quotas: TenantQuotas  # whether a tenant may upload more
+    uploads: UploadReader
     metrics: ServerMetrics
     tracer: "Tracer | None"  # of OpenTelemetry; None: no spans
     usual: RequestDefaults  # what requests may leave out
@@ -95,6 +97,7 @@ def make_context(
         tasks=TaskPool(limits, "searches or embeddings"),
         writing=TaskPool(limits, "uploads"),
         quotas=TenantQuotas(limits, libraries),
+        uploads=UploadReader(limits),
         metrics=metrics,
         tracer=tracer,
         usual=usual,

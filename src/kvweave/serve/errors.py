@@ -171,7 +171,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """The JSON document of `error`."""
-    message = " ".join(str(error.detail).split())
+    message = " ".join(str(error.detail)[: 4 * LONGEST_MESSAGE].split())  # it may quote megabytes
     if len(message) > LONGEST_MESSAGE:
         message = message[:LONGEST_MESSAGE] + "…"
     body = {
@@ -220,7 +220,7 @@ def _place(fault: Mapping[str, Any]) -> str:
     """Where in the body: messages.0.content."""
     if fault["type"] == "json_invalid":
         return ""
-    return ".".join(str(part) for part in fault["loc"][1:])  # the first is "body"
+    return ".".join(str(part)[:LONGEST_QUOTE] for part in fault["loc"][1:])  # the first is "body"
 
 
 def _type_of(status: int) -> str:

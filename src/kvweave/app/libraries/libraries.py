@@ -38,6 +38,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.metadata import Metadata, MetadataFilter, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import read_fields
+from kvweave.corpus.parsers.base import LONGEST_TITLE
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import KnowledgeBaseSettings, check_settings, read_settings
 from kvweave.errors import (
@@ -62,6 +63,7 @@ from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
 
 __all__ = [
     "ENDINGS",
+    "LONGEST_TITLE",
     "AllInUse",
     "Embedded",
     "FileBytes",

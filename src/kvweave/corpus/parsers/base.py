@@ -11,6 +11,7 @@ from typing import NamedTuple
 from kvweave.corpus.metadata import check_metadata, digest_text, parse_pairs
 from kvweave.errors import CorpusError, RequestError
 
+LONGEST_TITLE = 1000  # characters; a chunk shows the first few dozen words of it
 PARSERS_VERSION = 3  # raise it when a parser would give something else for the same file
 
 
@@ -92,11 +93,16 @@ def clean(text: str) -> str:
     return text
 
 
+def clean_title(title: str) -> str:
+    """The beginning of a title, cleaned: what a file calls its title may be as long as the file."""
+    return clean(title[:LONGEST_TITLE])
+
+
 def lone_record(title: str, text: str) -> list[ParsedRecord]:
     text = clean(text)
     if not text.strip():
         raise CorpusError("no text in it")
-    return [ParsedRecord("", clean(title), text)]
+    return [ParsedRecord("", clean_title(title), text)]
 
 
 def field(row: Mapping[str, object], names: Iterable[str]) -> str | None:
@@ -152,7 +158,7 @@ def keyed_records(rows: Iterable[ParsedRow]) -> list[ParsedRecord]:
     used: set[str] = set()
     copies: dict[str, int] = {}  # by content: the last number that was given
     for row_id, title, text, metadata in rows:
-        title, text = clean(title), clean(text)
+        title, text = clean_title(title), clean(text)
         if not text.strip():
             continue
         content = hashlib.blake2b(f"{title}\0{text}".encode(), digest_size=8).hexdigest()

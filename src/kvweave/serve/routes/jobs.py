@@ -1,24 +1,22 @@
 """Uploads that are taken in behind the reply: begin, look, cancel."""
 
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 
 from fastapi import APIRouter, Request
 
 from kvweave.serve.auth import tenant_of
 from kvweave.serve.context import Context
-from kvweave.serve.routes.kb import Upload, admit_upload, ingest_upload, read_metadata
+from kvweave.serve.routes.kb import Upload, ingest_upload, read_metadata, receive_upload
 from kvweave.serve.routes.parameters import Name
 from kvweave.serve.uploads.job_board import JobBoard
-from kvweave.serve.uploads.reader import UploadReader
-from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.jobs import JobList, JobOut, job_out
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY
 
 
 def job_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
-    board, uploads = JobBoard(), UploadReader(context.limits)
+    board = JobBoard()
 
     @routes.post("/{name}/jobs", status_code=202, openapi_extra=UPLOAD_BODY)
     async def begin_job(
@@ -28,9 +26,7 @@ def job_routes(context: Context) -> APIRouter:
         there, too."""
         tenant, said = tenant_of(request.scope), read_metadata(metadata)
         with ExitStack() as held:
-            admission = await admit_upload(context, request, name, held)
-            spool = held.enter_context(closing(Spool()))
-            sources = await uploads.read(request, spool)
+            admission, sources = await receive_upload(context, request, name, held)
             job = board.add(tenant, name)
             upload = Upload(tenant, name, sources, wait_for_kv, said)
             run = partial(job.run, partial(ingest_upload, context, upload))

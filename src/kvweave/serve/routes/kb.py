@@ -25,7 +25,6 @@ from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
 from kvweave.serve.routes.parameters import Name, check_limit
 from kvweave.serve.uploads.ingest_job import IngestJob
-from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.kb import (
@@ -51,7 +50,7 @@ LONGEST_QUERY = 32 << 10  # characters: an embedder reads the first few hundred 
 
 def kb_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1/kb", tags=["knowledge bases"], responses=KB_ERRORS)
-    libraries, tasks, uploads = context.libraries, context.tasks, UploadReader(context.limits)
+    libraries, tasks = context.libraries, context.tasks
 
     @routes.get("")
     async def list_knowledge_bases(
@@ -85,9 +84,7 @@ def kb_routes(context: Context) -> APIRouter:
         """`metadata`: a JSON object for all files of a form."""
         tenant, said = tenant_of(request.scope), read_metadata(metadata)
         with ExitStack() as held:
-            admission = await admit_upload(context, request, name, held)
-            spool = held.enter_context(closing(Spool()))
-            sources = await uploads.read(request, spool)
+            admission, sources = await receive_upload(context, request, name, held)
             upload = Upload(tenant, name, sources, wait_for_kv, said)
             ingest = partial(ingest_upload, context, upload)
             over = held.pop_all()  # from here on it goes when the work is over
@@ -150,10 +147,12 @@ def kb_routes(context: Context) -> APIRouter:
     return routes
 
 
-async def admit_upload(context: Context, request: Request, name: str, held: ExitStack) -> Admission:
-    """Let an upload in, before anything of its body is read; its share and what it counts for
-    quotas are given back with `held`. Raises ApiError or RequestError for one that cannot be
-    taken."""
+async def receive_upload(
+    context: Context, request: Request, name: str, held: ExitStack
+) -> tuple[Admission, list[Later]]:
+    """Let an upload in, before anything of its body is read; then read it. Its place, its bytes and
+    what it counts for quotas are given back with `held`. Raises ApiError or RequestError for one
+    that cannot be taken."""
     libraries, tenant = context.libraries, tenant_of(request.scope)
     if libraries.config.root is None and name not in libraries.names(tenant):
         message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
@@ -163,7 +162,13 @@ async def admit_upload(context: Context, request: Request, name: str, held: Exit
     held.callback(await asyncio.to_thread(context.quotas.hold, tenant, name, num_bytes))
     admission = context.writing.admit(client_of(request.scope))
     held.callback(admission.leave)
-    return admission
+    spool = held.enter_context(closing(Spool()))
+    try:
+        return admission, await context.uploads.read(request, spool)
+    except ApiError as error:
+        if error.status_code < 500:
+            await asyncio.to_thread(context.quotas.count_refused, tenant, spool.size_bytes)
+        raise
 
 
 class Upload(NamedTuple):

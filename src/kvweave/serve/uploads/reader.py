@@ -10,6 +10,7 @@ of that name is ever opened.
 import asyncio
 import json
 import re
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,11 @@ from starlette.requests import ClientDisconnect
 
 from kvweave.app.libraries.libraries import FileBytes, Later, TextSource, read_fields
 from kvweave.errors import CorpusError
+from kvweave.serve.auth import tenant_of
 from kvweave.serve.errors import ApiError, describe
 from kvweave.serve.limits import Limits
 from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles
+from kvweave.serve.uploads.json_scan import LONGEST_REST, JsonScan
 from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.kb import TextIn
 
@@ -35,7 +38,8 @@ class UploadReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._judging = asyncio.Semaphore(1)  # a text is in memory while it is judged
+        # by tenant: a text is in memory while it is judged, and no tenant waits for another's
+        self._judging: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def read(self, request: Request, spool: Spool) -> list[Later]:
         """Sources, at least one, whose bytes are in `spool` until the caller closes it. Raises
@@ -52,11 +56,17 @@ class UploadReader:
         raise ApiError(415, f"Content-Type {kind[:60]!r} is no upload; {WANTS}")
 
     async def _text(self, request: Request, spool: Spool) -> Later:
+        scan = JsonScan()
         async for piece in request.stream():
+            scan.feed(piece)
+            if scan.rest_bytes > LONGEST_REST:
+                most = f"{LONGEST_REST:,} bytes"
+                raise ApiError(400, f"beside its text the body has more than {most}; send less")
             await spool.append(piece)
         await spool.flush()
         read = partial(_read_text, spool)
-        async with self._judging:  # a bad one is refused now, not when its turn comes
+        async with self._judging[tenant_of(request.scope)]:
+            # a bad one is refused now, not when its turn comes
             size = len((await asyncio.to_thread(read)).text)
         return Later(size, read)
 

@@ -57,12 +57,12 @@ class Incoming(BaseModel):
         return value
 
 
-def at_most(most: int, what: str) -> Callable[[Any], Any]:
-    """Refuses a longer list or object before its parts are looked at: on the event loop, where a
-    hundred thousand of them would hold up every other request."""
+def at_most(most: int, what: str, *kinds: type) -> Callable[[Any], Any]:
+    """Refuses a longer list or object, or what else is of `kinds`, before its parts are looked at:
+    on the event loop, where a hundred thousand of them would hold up every other request."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, list | dict) and len(value) > most:
+        if isinstance(value, kinds or (list, dict)) and len(value) > most:
             raise PydanticCustomError("too_many", f"must be at most {most} {what}")
         return value
 

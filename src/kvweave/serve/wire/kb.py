@@ -6,13 +6,14 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvweave.app.libraries.libraries import (
+    LONGEST_TITLE,
     IngestProgress,
     IngestReport,
     KVProgress,
     check_metadata,
 )
 from kvweave.errors import RequestError
-from kvweave.serve.wire.base import Incoming, Outgoing, Text
+from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
 
 OrderName = Literal["as_found", "free", "auto"]
 
@@ -33,12 +34,16 @@ MetadataIn = Annotated[
 ]
 
 
+ShortText = Annotated[Text, BeforeValidator(at_most(LONGEST_TITLE, "characters", str))]
+
+
 class TextIn(Incoming):
     """The JSON body of POST /v1/kb/{name}/documents."""
 
     text: Text
-    title: Text = ""
-    key: Text | None = None  # the same key later means an update; left out: the content is the key
+    title: ShortText = ""
+    # the same key later means an update; left out: the content is the key
+    key: ShortText | None = None
     metadata: MetadataIn = Field(default_factory=dict)  # texts and numbers that filters ask for
 
 
