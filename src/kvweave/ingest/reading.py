@@ -27,7 +27,7 @@ from kvweave.ingest.sources import (
     folder_of,
 )
 from kvweave.ingest.window import OpenSource, PendingDocument, Window
-from kvweave.types import DocumentId, ParsedDocument
+from kvweave.types import DocumentId, ParsedDocument, PlacedChunk
 
 UPLOAD = "upload:"  # how sources begin that came as bytes with a name
 
@@ -182,21 +182,32 @@ class SourceReader:
                 self._tally.done_bytes += share_bytes
                 continue
             document = ParsedDocument(document_id, source.source, record.title, record.text, said)
+            placed: list[PlacedChunk] = []
             try:
                 check_metadata(said)
-                placed = list(self._chunker.cut(record.title, record.text, ticking))
+                self._check_length(record.text)
+                for chunk in self._chunker.cut(record.title, record.text, ticking):
+                    placed.append(chunk)
+                    self._tally.num_chunks += 1
                 assert placed, "parsers leave blank records out"
             except EngineClosed:
                 raise
             except Exception as error:  # as for a parser
                 self._tally.skip(source.source, error)
                 return
-            self._tally.num_chunks += len(placed)
             is_update = document_id in old
             self._window.add(
                 PendingDocument(source, document, fingerprint, placed, is_update, share_bytes)
             )
         self._window.end_of(source)
+
+    def _check_length(self, text: str) -> None:
+        most = self._limits.document_chars
+        if len(text) > most:
+            raise CorpusError(
+                f"{len(text):,} characters in one document are more than {most:,}; split it, or "
+                "raise --max-file-mb where you run kvweave ingest"
+            )
 
 
 def _document_id(source: str, key: str) -> DocumentId:

@@ -42,6 +42,12 @@ class ParseLimits:
     seconds: float = 60.0  # for parsing it
     memory_bytes: int = 2 << 30  # that parsing may take
 
+    @property
+    def document_chars(self) -> int:
+        """Characters of one document: cutting a million of them into chunks takes seconds, in which
+        the knowledge base takes nothing else in."""
+        return max(8 << 20, self.file_bytes // 8)
+
 
 # Gives all records of a file or raises CorpusError with the reason; never some of them.
 Parser = Callable[[Path, bytes, ParseLimits], list[ParsedRecord]]

@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import tempfile
-from typing import IO
 
 from kvweave.serve.errors import ApiError
 
@@ -24,7 +23,10 @@ class Spool:
     def __init__(self) -> None:
         self.size_bytes = 0
         self._gathered = bytearray()
-        self._file: IO[bytes] | None = None  # made when there is something to keep
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # `close` does it
+        except OSError as error:
+            raise _no_room(error) from error
 
     async def append(self, data: bytes) -> None:
         """Keep `data` behind what is there. Raises a 507 where the disk has no room."""
@@ -47,20 +49,16 @@ class Spool:
         """Bytes [start, end) of what was flushed. Any thread."""
         data = bytearray()
         while len(data) < end - start:
-            assert self._file is not None, "only what was written is read"
             piece = os.pread(self._file.fileno(), end - start - len(data), start + len(data))
-            assert piece, "likewise"
+            assert piece, "only what was written is read"
             data += piece
         return bytes(data)
 
     def close(self) -> None:
         """Harmless the second time."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _write(self, data: bytearray) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # `close` does it
         left = memoryview(data)
         while left:
             left = left[self._file.write(left) :]

@@ -2,6 +2,7 @@
 
 Writers have a pool of their own: a search never waits for an upload. Those of one knowledge base
 take turns before they take a thread, so that writers of other knowledge bases find threads free.
+Clients take turns as well (`fair_turns.py`): one with many long tasks leaves others their first.
 
 A task runs to its end even if its client has left: half an upload would be of no use. Only a server
 that stops ends one in between, where nothing that was acknowledged is lost.
@@ -14,18 +15,29 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvweave.errors import EngineClosed
 from kvweave.serve.errors import busy
 from kvweave.serve.limits import Limits
+from kvweave.serve.workers.fair_turns import FairTurns
 
 T = TypeVar("T")
 
 SHARED = 8  # places, from which on no client may have all of them
+MORE = 16  # threads for first tasks of clients, beyond those that may run
 
 
 Begin = Callable[[Future[Any], Callable[[], object], Hashable], None]  # future, work, turn
+
+
+class _Task(NamedTuple):
+    """Work that was admitted."""
+
+    client: str
+    future: Future[Any]
+    work: Callable[[], object]
+    turn: Hashable  # None: it waits for no other
 
 
 class Admission:
@@ -71,16 +83,18 @@ class TaskPool:
         """`what` they are called in a refusal."""
         self._what = what
         self._most = limits.tasks + limits.waiting_tasks
-        self._threads = ThreadPoolExecutor(limits.tasks, thread_name_prefix="task")
-        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(limits.tasks + MORE, thread_name_prefix="task")
+        self._lock = threading.Lock()  # guards all below
+        self._ready: FairTurns[_Task] = FairTurns(limits.tasks)
+        self._futures: set[Future[Any]] = set()  # of what is not over
         self._num_admitted = 0
         self._share = self._most - self._most // 4 if self._most >= SHARED else self._most
-        self._by_client: Counter[Hashable] = Counter()
+        self._by_client: Counter[str | None] = Counter()
         # of every turn that is taken, the work that waits for it
-        self._turns: dict[Hashable, deque[tuple[Future[Any], Callable[[], object]]]] = {}
+        self._turns: dict[Hashable, deque[_Task]] = {}
         self._stopped = threading.Event()
 
-    def admit(self, client: Hashable = None) -> Admission:
+    def admit(self, client: str | None = None) -> Admission:
         """A place, or a 429. No client has all places, so that another finds one."""
         with self._lock:
             if self._num_admitted >= self._most:
@@ -89,9 +103,11 @@ class TaskPool:
                 raise busy(f"{self._share} of your {self._what} are under way")
             self._num_admitted += 1
             self._by_client[client] += 1
-        return Admission(self._start, partial(self._leave, client))
+        return Admission(partial(self._start, client or ""), partial(self._leave, client))
 
-    async def run(self, work: Callable[[], T], turn: Hashable = None, client: Hashable = None) -> T:
+    async def run(
+        self, work: Callable[[], T], turn: Hashable = None, client: str | None = None
+    ) -> T:
         """Admit `work` or raise a 429; then its result."""
         return await self.admit(client).begin(work, lambda: None, turn)
 
@@ -113,47 +129,58 @@ class TaskPool:
         """Drop what has not begun and wait for what has, which ends where it can."""
         self.stop()
         with self._lock:
-            unbegun = [future for waiting in self._turns.values() for future, _ in waiting]
-            for waiting in self._turns.values():
-                waiting.clear()
-        for future in unbegun:
-            future.cancel()
+            futures = list(self._futures)
+        for future in futures:
+            future.cancel()  # nothing to one that runs
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
-    def _start(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
-        if turn is not None:
-            with self._lock:
-                if turn in self._turns:
-                    self._turns[turn].append((future, work))
-                    return
-                self._turns[turn] = deque()
-        self._submit(future, work, turn)
-
-    def _submit(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
-        try:
-            ran = self._threads.submit(self._work, future, work, turn)
-        except RuntimeError:  # closed meanwhile
-            future.cancel()
-            return
-        ran.add_done_callback(lambda ran: future.cancel() if ran.cancelled() else None)
-
-    def _work(self, future: Future[Any], work: Callable[[], object], turn: Hashable) -> None:
-        try:
-            if future.set_running_or_notify_cancel():
-                future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-        if turn is None:
-            return
+    def _start(
+        self, client: str, future: Future[Any], work: Callable[[], object], turn: Hashable
+    ) -> None:
+        task = _Task(client, future, work, turn)
         with self._lock:
-            waiting = self._turns[turn]
-            if not waiting:
-                del self._turns[turn]
+            self._futures.add(future)
+            if turn in self._turns:
+                self._turns[turn].append(task)
                 return
-            following = waiting.popleft()
-        self._submit(*following, turn)
+            if turn is not None:
+                self._turns[turn] = deque()
+            self._ready.put(client, task)
+        self._begin()
 
-    def _leave(self, client: Hashable) -> None:
+    def _begin(self) -> None:
+        """Give threads to the tasks whose turn it is. Any thread."""
+        while True:
+            with self._lock:
+                begins = self._ready.next()
+            if begins is None:
+                return
+            client, task = begins
+            try:
+                self._threads.submit(self._work, task)
+            except RuntimeError:  # closed meanwhile
+                task.future.cancel()
+                with self._lock:
+                    self._ready.done(client)
+
+    def _work(self, task: _Task) -> None:
+        try:
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_result(task.work())
+        except BaseException as error:
+            task.future.set_exception(error)
+        with self._lock:
+            self._futures.discard(task.future)
+            self._ready.done(task.client)
+            waiting = self._turns.get(task.turn)
+            if waiting:
+                following = waiting.popleft()
+                self._ready.put(following.client, following)
+            elif waiting is not None:
+                del self._turns[task.turn]
+        self._begin()
+
+    def _leave(self, client: str | None) -> None:
         with self._lock:
             self._num_admitted -= 1
             self._by_client[client] -= 1
