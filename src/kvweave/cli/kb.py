@@ -151,9 +151,11 @@ def backup_command(file: Path, kb_folder: Path, as_json: bool) -> None:
     """Write a knowledge base to FILE: documents and vectors, as of one moment. Index and chunk KV
     are made again where it is restored. A server may go on using it."""
     from kvweave.corpus.backup import backup
+    from kvweave.corpus.trouble import disk_trouble
 
     check_knowledge_base(kb_folder)
-    done = backup(kb_folder, file)
+    with disk_trouble(f"cannot write {file}"):
+        done = backup(kb_folder, file)
     if as_json:
         click.echo(json.dumps({"file": str(file), **done._asdict()}))
         return

@@ -14,7 +14,7 @@ from pathlib import Path
 from kvweave.corpus.durable import sync
 from kvweave.corpus.migrations import migrate
 from kvweave.corpus.trouble import as_corpus_error
-from kvweave.errors import CorpusDamaged, CorpusError
+from kvweave.errors import CorpusDamaged, CorpusError, CorpusFull
 
 BUSY_TIMEOUT_S = 30.0
 
@@ -60,7 +60,9 @@ class Database:
                 self._sync_log()
                 self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except (OSError, sqlite3.OperationalError) as error:
-                raise as_corpus_error(error, f"{self.path} is not on the disk") from error
+                told = as_corpus_error(error, f"{self.path} is not on the disk")
+                if isinstance(error, OSError) or not isinstance(told, CorpusFull):
+                    raise told from error
             self._check_identity()
 
     def _sync_log(self) -> None:

@@ -23,7 +23,7 @@ from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.files import sweep_temporaries
 from kvweave.corpus.kb_folder import CATALOGUE, create_folder, renew_identity, writer_lock
-from kvweave.corpus.live_index import LiveIndex
+from kvweave.corpus.live_index import FILE, LiveIndex
 from kvweave.corpus.search import ChunkSearch, SearchOptions
 from kvweave.corpus.settings import (
     KnowledgeBaseSettings,
@@ -31,7 +31,7 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.corpus.trouble import as_corpus_error
+from kvweave.corpus.trouble import disk_trouble
 from kvweave.errors import ConfigError, CorpusError, CorpusFull, CorpusReadOnly
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
 
@@ -251,16 +251,14 @@ class KnowledgeBase:
     def writing(self) -> Iterator[None]:
         """Be the one writer. A second one is refused at once; a dead one does not count. A disk
         that is full or cannot be written is a CorpusFull or a CorpusReadOnly."""
-        with writer_lock(self.folder):
-            try:
-                sweep_temporaries(self.folder)
-                sweep_temporaries(self.folder / "index")
-                yield
-            except (OSError, sqlite3.OperationalError) as error:
-                told = as_corpus_error(error, f"cannot write {self.folder}")
-                if type(told) is CorpusError:
-                    raise  # something else
-                raise told from error
+        with writer_lock(self.folder), disk_trouble(f"cannot write {self.folder}"):
+            sweep_temporaries(self.folder)
+            sweep_temporaries(self.folder / "index")
+            yield
+
+    def drop_index(self) -> None:
+        """Delete the file of the index, which `publish` makes again. Only inside `writing`."""
+        (self.folder / "index" / FILE).unlink(missing_ok=True)
 
     def publish(self) -> None:
         """Bring the index up to date and everything onto the disk. Only inside `writing`."""

@@ -2,6 +2,8 @@
 
 import errno
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvweave.errors import CorpusBusy, CorpusError, CorpusFull, CorpusReadOnly
 
@@ -20,6 +22,19 @@ def as_corpus_error(
     return kind(f"{what}: {reason}{way_out}")
 
 
+@contextmanager
+def disk_trouble(what: str) -> Iterator[None]:
+    """Raise what a full or a read-only disk says as an error of ours, which begins with `what`.
+    Everything else is raised as it is."""
+    try:
+        yield
+    except (OSError, sqlite3.OperationalError) as error:
+        told = as_corpus_error(error, what)
+        if type(told) is CorpusError:
+            raise
+        raise told from error
+
+
 def _kind_of(error: OSError | sqlite3.DatabaseError) -> tuple[type[CorpusError], str]:
     if isinstance(error, OSError):
         if error.errno in FULL:
@@ -28,7 +43,7 @@ def _kind_of(error: OSError | sqlite3.DatabaseError) -> tuple[type[CorpusError],
             return CorpusReadOnly, "; make it writable"
         return CorpusError, ""
     name = getattr(error, "sqlite_errorname", "")
-    if name.startswith("SQLITE_FULL"):
+    if name.startswith(("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")):  # its index of the log has no room
         return CorpusFull, "; free some room"
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return CorpusReadOnly, "; make it writable"

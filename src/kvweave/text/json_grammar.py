@@ -67,6 +67,12 @@ class JsonGrammars:
         if reason and not reason.startswith("WARNING"):
             shown = " ".join(reason.split())
             raise RequestError(f"no answer can be held to this JSON schema: {shown[:300]}")
+        try:
+            has_first = bool(self.constraint(schema).mask().any())
+        except ModelError:  # such as {"$ref": "#"}, which parses and never says what it is
+            has_first = False
+        if not has_first:
+            raise RequestError("no answer can be held to this JSON schema: nothing fits it")
 
     def constraint(self, schema: str) -> JsonConstraint:
         """For one answer; the schema was checked."""

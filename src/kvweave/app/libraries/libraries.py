@@ -41,6 +41,7 @@ from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.parsers.base import LONGEST_TITLE
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import KnowledgeBaseSettings, check_settings, read_settings
+from kvweave.corpus.trouble import disk_trouble
 from kvweave.errors import (
     ConfigError,
     CorpusBusy,
@@ -113,8 +114,9 @@ PROBLEMS = {
 }
 
 
-# Trouble that passes: a knowledge base is not given up for it
-PASSING = (AllInUse, InUse, NoSuchKnowledgeBase, CorpusBusy, CorpusFull, CorpusReadOnly)
+# Trouble that passes: a knowledge base is not given up for it. Of a full disk it is: deleting is
+# the way out of that.
+PASSING = (AllInUse, InUse, NoSuchKnowledgeBase, CorpusBusy, CorpusReadOnly)
 
 
 class LibraryStatus(NamedTuple):
@@ -483,7 +485,12 @@ class Libraries:
             )
 
         def empty(host: LibraryHost) -> None:
-            if not host.remove_all():
+            try:
+                is_told = host.remove_all()
+            except CorpusFull as error:
+                log.warning("%r: its documents go with its folder: %s", name, error)
+                return
+            if not is_told:
                 raise InUse(
                     f"the documents of {name!r} are deleted; a shared tier does not answer and "
                     "may still hold chunk KV of them: delete the knowledge base again later"
@@ -494,7 +501,7 @@ class Libraries:
         except (CorpusError, sqlite3.DatabaseError) as error:
             if isinstance(error, PASSING):
                 raise
-            # whose chunks shared tiers hold cannot be told any more; nothing finds them, either
+            # what shared tiers hold of its chunks stays there; nothing finds it, either
             log.warning("%r does not open, its folder is deleted as it is: %s", name, error)
             remove_folder(folder)
         self._search_paces.pop(place, None)
@@ -554,7 +561,7 @@ class Libraries:
         """One writer each; the others wait."""
         loan = self.lend(tenant, name, create=create)
         try:
-            with loan.writing:
+            with loan.writing, disk_trouble(f"cannot write {name!r}"):
                 yield loan.thing
         finally:
             loan.give_back()

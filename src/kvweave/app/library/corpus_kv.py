@@ -20,6 +20,7 @@ from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
+from kvweave.ingest.report import reason_of
 from kvweave.kv.provenance import find_tagged
 from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
@@ -111,10 +112,11 @@ class CorpusKV:
                 return False
             self._kv.prepare_to_encode()
         except (KVWeaveError, sqlite3.Error, OSError) as error:
-            if str(error) != self._why:
+            why = reason_of(error)  # an OSError's own words name files
+            if why != self._why:
                 log.warning("%s: no chunk KV is made in the background: %s", self._kb.folder, error)
             with self._lock:
-                self._why = str(error)
+                self._why = why
             return False
         with self._lock:
             self._why = ""
@@ -291,7 +293,7 @@ class CorpusKV:
     def failed(self, chunk: Chunk, error: Exception) -> None:
         """A chunk's KV could not be computed: it is left until documents change."""
         with self._lock:
-            self._leave(chunk.id, str(error) if isinstance(error, KVWeaveError) else repr(error))
+            self._leave(chunk.id, reason_of(error))
 
     def forget(self, chunk: Chunk) -> None:
         """It is no more: nor is its KV, from now on."""

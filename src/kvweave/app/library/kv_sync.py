@@ -33,7 +33,7 @@ from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError, TierError
+from kvweave.errors import ConfigError, CorpusFull, TierError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
@@ -199,6 +199,14 @@ class KVSync:
             self._kept.pay(self._kb.catalogue.known)
         return num_deleted
 
+    def make_room(self, ids: Sequence[DocumentId]) -> None:
+        """Free what a full disk holds of documents that are about to go and can be made again: their
+        chunk KV, and the index."""
+        placed = (p for each in ids for p in self._kb.catalogue.document_chunks(each))
+        self._kb.drop_index()
+        with self._or_later():
+            self._kept.delete(self._kept.of_chunks({p.chunk.id for p in placed}))
+
     def state(self) -> str:
         """Of the documents: another one after every change."""
         catalogue = self._kb.catalogue
@@ -235,7 +243,11 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
     with kb.writing():
         sync.before()
         before = sync.state()
-        written = kb.catalogue.remove(ids)
+        try:
+            written = kb.catalogue.remove(ids)
+        except CorpusFull:  # SQLite has to write before it frees anything
+            sync.make_room(ids)
+            written = kb.catalogue.remove(ids)
         kb.publish()
         try:
             sync.forget(written.orphaned)

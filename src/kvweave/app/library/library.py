@@ -25,7 +25,7 @@ from kvweave.corpus.bert_encoder import EncoderWeights
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import KVWeaveError
+from kvweave.errors import CorpusFull, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import choose_preparation
 from kvweave.ingest.pipeline import IngestOptions, ingest
@@ -208,7 +208,12 @@ class Library:
         once it answers, while this knowledge base is open."""
         ids = [document.id for document in self.kb.documents()]
         sync = self.kv.sync(SyncJob(forgotten=self._forget))
-        remove_documents(self.kb, ids, sync)
+        try:
+            remove_documents(self.kb, ids, sync)
+        except CorpusFull:  # who deletes the folder next frees the room all the same
+            self._forget(None)
+            self.store.clear()
+            raise
         self.store.clear()  # what requests brought, and what was stored behind other preambles
         self._is_emptied = True
         return not sync.is_owing

@@ -13,6 +13,7 @@ from kvweave.app.libraries.libraries import (
     check_metadata,
 )
 from kvweave.errors import RequestError
+from kvweave.serve.errors import without_paths
 from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
 
 OrderName = Literal["as_found", "free", "auto"]
@@ -276,7 +277,7 @@ def kv_out(progress: KVProgress) -> KVOut:
         chunks_in_front=progress.chunks_in_front,
         bytes=progress.num_bytes,
         eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
-        why=progress.why or None,
+        why=without_paths(progress.why) or None,
     )
 
 
