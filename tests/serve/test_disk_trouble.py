@@ -6,6 +6,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.library.library_kv import KVOptions
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.weave import Weave
 from kvweave.corpus.kb_folder import writer_lock
 from kvweave.errors import ModelNotFound
@@ -22,6 +23,7 @@ from kvweave.kv.keys import parse_key, tag_of
 from kvweave.serve.errors import without_paths
 from worlds.permissions import closed_folder, plain_user
 from worlds.serving import KbServer, make_libraries, serving, user
+from worlds.small_disks import fill_disk, small_disk
 from worlds.tiny_corpus import WordEmbedder
 
 NOTE = {"title": "Drain", "text": "To drain a node, cordon it first."}
@@ -192,6 +194,69 @@ def _goes_on_without(server: KbServer) -> None:
     # the disk owes the removal of its KV, which is no reason to refuse what comes
     upload_with_kv(server, {"title": "Pods", "text": "Pods run."})
     assert sorted(titles(server)) == ["Drain", "Pods", "Volumes"]
+
+
+@contextmanager
+def small_server(weave: Weave, folder: Path, options: str) -> Iterator[KbServer]:
+    """A server whose knowledge bases lie on a small disk."""
+    with small_disk(folder / "disk", options) as root:
+        libraries = make_libraries(weave, root, BackgroundKV())
+        with serving(weave, libraries=libraries) as url:
+            yield KbServer(url, weave, libraries, root)
+        libraries.close()
+
+
+def long_note(name: str) -> dict[str, str]:
+    return {"title": name, "text": " ".join(f"node {name}{n} has pods." for n in range(2000))}
+
+
+def test_what_is_written_on_a_disk_that_is_really_full_is_a_507(
+    weave: Weave, tmp_path: Path
+) -> None:
+    """A change of settings and an upload with its KV were a 500."""
+    with small_server(weave, tmp_path, "size=4m") as server:
+        upload_with_kv(server, NOTE)
+        fill_disk(server.root)
+        changed = httpx.patch(f"{server.url}/v1/kb/notes", json={"order": "free"}, timeout=60)
+        is_told(changed, 507, "no_room", server)
+        reply = httpx.post(f"{place(server)}?wait_for_kv=true", json=long_note("x"), timeout=60)
+        is_told(reply, 507, "no_room", server)
+        assert titles(server) == ["Drain"]
+
+
+@pytest.mark.parametrize("names", [12, 16, 20])
+def test_without_inodes_chunk_kv_is_a_507_and_never_waited_for(
+    weave: Weave, tmp_path: Path, names: int
+) -> None:
+    with small_server(weave, tmp_path, f"size=32m,nr_inodes={names}") as server:
+        for number in range(6):
+            note = {"title": f"n{number}", "text": f"The node {number} has pods."}
+            reply = httpx.post(f"{place(server)}?wait_for_kv=true", json=note, timeout=60)
+            assert reply.status_code in (200, 507), reply.text
+        is_told(reply, 507, "no_room", server)
+        listed = httpx.get(f"{server.url}/v1/kb", timeout=60)
+        assert str(server.root) not in listed.text, "kv.why names no path"
+
+
+@pytest.mark.parametrize("with_kv", [False, True])
+def test_documents_and_knowledge_bases_are_deleted_from_a_full_disk(
+    weave: Weave, tmp_path: Path, with_kv: bool
+) -> None:
+    with small_server(weave, tmp_path, "size=8m") as server:
+        for name in ("notes", "other"):
+            for each in ("a", "b"):
+                assert upload(server, long_note(each), name).status_code == 200
+        if with_kv:
+            upload_with_kv(server, NOTE)
+        fill_disk(server.root)
+        listed = httpx.get(place(server), timeout=60).json()["data"]
+        for document in listed:
+            gone = httpx.delete(f"{place(server)}/{document['id']}", timeout=60)
+            assert gone.status_code == 200, gone.text
+        assert titles(server) == []
+        gone = httpx.delete(f"{server.url}/v1/kb/other", timeout=60)
+        assert gone.status_code == 200, gone.text
+        assert not (server.root / "other").exists()
 
 
 def test_a_writer_elsewhere_is_a_409(own: KbServer) -> None:
