@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import re
 import socket
 import sqlite3
@@ -20,10 +21,11 @@ from kvweave.cli import cli
 from kvweave.config import StoreSettings
 from kvweave.corpus.backup import PARTS, _work_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import CorpusDamaged, CorpusError
+from kvweave.errors import CorpusDamaged, CorpusError, CorpusFull
 from kvweave.ingest import ingest
 from kvweave.kv.config import DiskTierConfig
 from kvweave.text.tokenizer import Tokenizer
+from worlds.small_disks import fill_disk, small_disk
 from worlds.tiny_corpus import make_tokenizer, open_kb
 
 PAIRS = [("Drain", "Cordon the node, then evict its pods."), ("Taints", "A taint keeps pods away.")]
@@ -93,6 +95,19 @@ def test_what_is_restored_is_what_was_backed_up(
         ingest(kb, [("New", "A new note.")])
         assert kb.totals().num_documents == 3
     assert not list(tmp_path.glob(".kvweave-*"))
+
+
+@pytest.mark.parametrize("room", [1, 3])
+def test_a_backup_to_a_full_disk_says_so_and_leaves_nothing(
+    folder: Path, tmp_path: Path, room: int
+) -> None:
+    """`room`: pages that are left there."""
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
+        filler = fill_disk(disk)
+        os.truncate(filler, filler.stat().st_size - room * os.sysconf("SC_PAGE_SIZE"))
+        with pytest.raises(CorpusFull, match=r"cannot write .*kb.backup: .*; free some room"):
+            kvweave("backup", disk / "kb.backup", "--kb", folder)
+        assert list(disk.iterdir()) == [filler]
 
 
 def test_nothing_that_is_there_is_overwritten(folder: Path, tmp_path: Path) -> None:

@@ -68,8 +68,11 @@ def test_answers_from_a_knowledge_base_and_beside_others_keep_it_too(kb_server: 
         assert json.loads(str(choice.message.content))["tool"] in ("zorb", "blint")
 
 
-def test_a_schema_that_no_answer_keeps_is_a_400(client: OpenAI) -> None:
-    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "magic"}}}
+@pytest.mark.parametrize(
+    "schema", [{"type": "magic"}, {"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}], ids=str
+)
+def test_a_schema_that_no_answer_keeps_is_a_400(client: OpenAI, schema: dict[str, Any]) -> None:
+    bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError, match="no answer can be held to this JSON schema"):
         client.chat.completions.create(
             model="tiny", messages=user("hello"), max_tokens=4, response_format=bad

@@ -88,3 +88,22 @@ def test_closing_drops_what_waits_for_a_turn_or_a_thread_and_says_so() -> None:
         assert sorted(over) == ["first", "thread", "turn"]
 
     asyncio.run(act())
+
+
+def test_one_client_that_has_all_threads_leaves_another_its_first_task() -> None:
+    async def act() -> None:
+        pool, log = TaskPool(Limits(tasks=2), "uploads"), list[str]()
+        gates = [Gate(log, f"one{n}") for n in range(4)]
+        running = [
+            asyncio.create_task(pool.run(gate, turn=n, client="one"))
+            for n, gate in enumerate(gates)
+        ]
+        await until(lambda: len(log) == 2)
+        assert await asyncio.wait_for(pool.run(lambda: "two", client="two"), 10) == "two"
+        assert log == ["one0", "one1"], "its others wait for their turn"
+        for gate in gates:
+            gate.let.set()
+        assert await asyncio.gather(*running) == ["one0", "one1", "one2", "one3"]
+        await pool.close()
+
+    asyncio.run(act())

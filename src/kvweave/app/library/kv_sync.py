@@ -200,8 +200,8 @@ class KVSync:
         return num_deleted
 
     def make_room(self, ids: Sequence[DocumentId]) -> None:
-        """Free what a full disk holds of documents that are about to go: what can be made again, their
-        chunk KV and the index."""
+        """Free room on a full disk: the chunk KV of documents that are about to go, and the index,
+        which is made again."""
         placed = (p for each in ids for p in self._kb.catalogue.document_chunks(each))
         self._kb.drop_index()
         with self._or_later():
