@@ -4,7 +4,7 @@ Requests are read strictly: a number in quotes is a wrong type, and a field that
 refused by name. A null means the same as leaving the field out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Annotated, Any
 
 from pydantic import (
@@ -57,7 +57,7 @@ class Incoming(BaseModel):
         return value
 
 
-def at_most(most: int, what: str, *kinds: type) -> Callable[[Any], Any]:
+def at_most(most: int, what: str, *kinds: type[Sized]) -> Callable[[Any], Any]:
     """Refuses a longer list or object, or what else is of `kinds`, before its parts are looked at:
     on the event loop, where a hundred thousand of them would hold up every other request."""
 
