@@ -151,8 +151,11 @@ class ArrivalReads:
             return
         # of an arrival that is open no header is read: an extra of another making does not match
         # the checksum that came with the layers
-        if self.arrival.header is None:
+        header = self.arrival.header
+        if header is None:
             self._read_front(reader)
+        elif reader.size_bytes != header.total_bytes:
+            raise TierCorrupt(f"object has {reader.size_bytes} bytes, not {header.total_bytes}")
         self._launch_extras()
 
     def _read_front(self, reader: Reader) -> None:

@@ -38,6 +38,8 @@ _EXTRA = struct.Struct("<32sQQQ")
 _CHECKSUM_BYTES = 8
 _MAX_HEADER_BYTES = 1 << 20
 _MAX_LAYERS = 4096
+_LEAST_EXTRAS_BYTES = 1 << 20  # of any object; of a large one as many as its layers unpacked
+_WIDEST_PAIR = 8  # bytes of a key and a value in float32
 DTYPES = ("float32", "bfloat16", "float16")  # model dtypes an object may name
 ALIGN = 4096
 PRELUDE_BYTES = ALIGN  # no object is shorter; it usually holds the whole header
@@ -225,6 +227,9 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
         raise TierCorrupt("header names an extra twice")
     header = Header(own_key, shape, codec, algorithm, layers, extras, header_bytes, total, align)
     _check_tiling(header)
+    beside = layers[0].offset - header_bytes
+    if beside > max(_LEAST_EXTRAS_BYTES, _WIDEST_PAIR * tokens * heads * dim * num_layers):
+        raise TierCorrupt(f"extras take {beside} bytes, more than the layers could")
     return header
 
 

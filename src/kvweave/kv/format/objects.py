@@ -211,8 +211,8 @@ def _checked(header: Header) -> Header:
 
 def verify_object(reader: Reader, key: ChunkKey) -> Header:
     """Read a whole object and check every byte. Raises TierCorrupt, TierForeign or TierError."""
-    memory = new_memory(max(PRELUDE_BYTES, reader.size_bytes), pinned=False)
-    header, raw = read_head(reader, key, memory.view[:PRELUDE_BYTES])
+    header, raw = read_head(reader, key, new_memory(PRELUDE_BYTES, pinned=False).view)
+    memory = new_memory(header.total_bytes, pinned=False)
     body = memory.view[len(raw) : header.total_bytes]
     memory.view[: len(raw)] = raw
     if len(body):

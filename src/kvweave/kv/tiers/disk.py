@@ -44,6 +44,8 @@ class DiskReader:
         descriptor = self._descriptor
         if descriptor is None:
             raise TierError(f"{self._path} was closed")
+        if (size := os.fstat(descriptor).st_size) != self.size_bytes:
+            raise TierCorrupt(f"{self._path} went from {self.size_bytes} to {size} bytes")
         done = 0
         while done < len(out):
             try:

@@ -64,12 +64,8 @@ class RedisTier:
         return int(self._call("strlen", self._name(key))) or None
 
     def open(self, key: ChunkKey) -> PreludeReader | None:
-        name = self._name(key)
-        pipe = self._client.pipeline(transaction=True)
-        pipe.strlen(name)
-        pipe.getrange(name, 0, HEAD_BYTES - 1)
-        size, prelude = self._guard(pipe.execute)
-        return PreludeReader(int(size), prelude, partial(self._read, key)) if size else None
+        size, prelude = self._range(key, 0, HEAD_BYTES)
+        return PreludeReader(size, prelude, partial(self._read, key, size)) if size else None
 
     def write(self, key: ChunkKey, parts: Sequence[Buffer]) -> bool:
         try:
@@ -116,10 +112,20 @@ class RedisTier:
             if cursor == 0:
                 return
 
-    def _read(self, key: ChunkKey, offset: int, out: memoryview) -> None:
-        data = self._call("getrange", self._name(key), offset, offset + len(out) - 1)
-        if not data:  # GETRANGE of a missing key is empty
+    def _range(self, key: ChunkKey, offset: int, size_bytes: int) -> tuple[int, bytes]:
+        """How long the object is, 0 if it is not here, and some of its bytes, at one moment."""
+        pipe = self._client.pipeline(transaction=True)
+        pipe.strlen(self._name(key))
+        pipe.getrange(self._name(key), offset, offset + size_bytes - 1)
+        size, data = self._guard(pipe.execute)
+        return int(size), data
+
+    def _read(self, key: ChunkKey, size_bytes: int, offset: int, out: memoryview) -> None:
+        size, data = self._range(key, offset, len(out))
+        if not size:
             raise TierError(f"{key.hex()[:16]}… left the server while it was read")
+        if size != size_bytes:
+            raise TierCorrupt(f"object went from {size_bytes} to {size} bytes while it was read")
         if len(data) != len(out):
             raise TierCorrupt(f"object gave {len(data)} bytes at {offset}, wanted {len(out)}")
         out[:] = data
