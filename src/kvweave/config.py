@@ -271,7 +271,7 @@ class GatewaySettings(ConfigSection):
     retry_share: Share = 0.2  # of all requests, over time
     retry_reserve: Count0 = 64  # retries at once; comes back within ten seconds
     connect_s: Seconds = 2.0  # for a connection
-    silence_s: Seconds = 300.0  # in which nothing of a reply comes
+    silence_s: Seconds = 300.0  # in which nothing of a reply comes, or only comments
     health_s: Seconds = 2.0  # between two looks at a replica, and for the look itself
     wait_s: Seconds = 10.0  # for a replica, where none takes requests
     breaker_failures: Count = 5  # in a row, at which a replica rests

@@ -291,6 +291,52 @@ def test_events_that_cannot_be_read_are_a_502_that_names_the_upstream(
         wait_until(lambda: ask(world.url, "Say it.").status_code == 200)
 
 
+@pytest.mark.parametrize(
+    ("garbage", "silence_s", "said"),
+    [
+        (b": still here\n\n", 1.0, "says nothing"),
+        (b"data: {}\n\n", 1.0, "says nothing"),
+        (b"data: " + b"x" * (1 << 20), 300.0, "sent a line of more than"),
+        (b'data: {"a": ' + b"[" * 100_000 + b"\n\n", 300.0, "an event that is no JSON object"),
+    ],
+    ids=["comments", "empty events", "an event without end", "a deep event"],
+)
+def test_a_replica_that_talks_without_saying_anything_holds_nobody(
+    engine: KbServer,
+    chat_model_folder: Path,
+    tmp_path: Path,
+    garbage: bytes,
+    silence_s: float,
+    said: str,
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over(
+            [only.url], tmp_path, tokenizer=chat_model_folder, silence_s=silence_s
+        ) as world,
+    ):
+        only.fault, only.garbage = "chatter", garbage
+        reply = ask(world.url, "Say it.")
+        assert reply.status_code in (502, 503), reply.text
+        assert said in reply.json()["error"]["message"]
+        only.fault = None
+        wait_until(lambda: ask(world.url, "Say it.").status_code == 200)
+
+
+def test_an_answer_does_not_wait_for_what_a_replica_says_behind_its_end(
+    engine: KbServer, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    with (
+        faulty(engine) as only,
+        gateway_over([only.url], tmp_path, tokenizer=chat_model_folder) as world,
+    ):
+        event = b'data: {"choices": [{"delta": {"content": "It."}, "finish_reason": "stop"}]}'
+        only.fault, only.garbage = "chatter", event + b"\n\ndata: [DONE]\n\n"
+        reply = ask(world.url, "Say it.")
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"][0]["message"]["content"] == "It."
+
+
 def test_a_gateway_is_not_ready_while_no_upstream_is(
     engine: KbServer, chat_model_folder: Path, tmp_path: Path
 ) -> None:

@@ -21,6 +21,8 @@ def replying(sent: bytes, step: int | None = None) -> tuple[WireReply, Callable[
     there.shutdown(socket.SHUT_WR)
 
     class Trickling:
+        settimeout = here.settimeout
+
         def recv(self, most: int) -> bytes:
             return here.recv(min(most, step or most))
 
@@ -28,7 +30,7 @@ def replying(sent: bytes, step: int | None = None) -> tuple[WireReply, Callable[
         here.close()
         there.close()
 
-    return WireReply(Trickling()), close  # type: ignore[arg-type]
+    return WireReply(Trickling(), 5.0), close  # type: ignore[arg-type]
 
 
 def read_whole(sent: bytes, step: int | None = None) -> tuple[int, bytes, bool]:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -96,7 +97,8 @@ class FaultyUpstream:
                 passes that many bytes of a reply to a POST and then ends; "status" answers
                 POSTs with it; "unready" answers everything with 503, as a server that stops does;
                 "freeze" takes what comes and says nothing; "stall" does so with POSTs alone;
-                "garble" answers POSTs with `garbage`, an event of a stream.
+                "garble" answers POSTs with `garbage`, an event of a stream; "chatter" answers them
+                with `garbage` again and again, as long as somebody reads it.
     """
 
     def __init__(self, target: str) -> None:
@@ -149,6 +151,11 @@ class FaultyUpstream:
                     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n"
                     client.sendall(head.encode() + body)
                     continue
+                if self.fault == "chatter" and is_post:
+                    client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                    while True:
+                        client.sendall(self.garbage)
+                        time.sleep(0.01)
                 if (self.fault == "status" and is_post) or self.fault == "unready":
                     status = 503 if self.fault == "unready" else self.status
                     body = b'{"error": {"message": "as the test wants it"}}'

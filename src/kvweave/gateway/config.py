@@ -32,7 +32,7 @@ class GatewayConfig:
     mirror_tokens: int = 1_000_000  # that a replica is believed to hold
     retry: RetryRules = RetryRules()
     connect_s: float = 2.0
-    silence_s: float = 300.0  # in which nothing of a reply comes; beyond that it has failed
+    silence_s: float = 300.0  # in which no event of a reply comes; beyond that it has failed
     health_s: float = 2.0  # between two looks at a replica, and for the look itself
     wait_s: float = 10.0  # for an upstream, where none takes requests
     breaker_failures: int = 5  # in a row; a replica that fails so often rests

@@ -15,10 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvweave.gateway.config import base_url
-from kvweave.gateway.wire_reply import BadReply, WireReply
+from kvweave.gateway.wire_reply import READ_BYTES, BadReply, WireReply
 
 MOST_KEPT = 64  # idle connections
 LARGEST_REPLY = 32 << 20  # bytes of a reply that is read whole
+LARGEST_LINE = 4 << 20  # bytes of an event of a stream; one of a whole answer's logprobs has less
+DRAIN_S = 1.0  # for what stands behind the end of a stream
 # what a connection that was idle says when the upstream has closed it meanwhile
 _STALE = (ConnectionResetError, BrokenPipeError)
 
@@ -81,7 +83,7 @@ class Connections:
             exchange.close()
         try:
             return status, json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return status, None
 
     def take(self, *, fresh: bool) -> tuple[socket.socket, bool]:
@@ -156,14 +158,30 @@ class Exchange:
         return b"".join(self._blocks(LARGEST_REPLY))
 
     def lines(self) -> Iterator[bytes]:
-        """The body line by line as it comes, without their ends. Raises UpstreamFailed."""
+        """The body line by line as it comes, without their ends. Raises UpstreamFailed, also where
+        lines come and none of them breaks the silence."""
         rest = b""
         for block in self._blocks(None):
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 yield line.rstrip(b"\r")
+            if len(rest) > LARGEST_LINE:
+                raise self._failed(OSError(f"it sent a line of more than {LARGEST_LINE} bytes"))
         if rest:
             yield rest
+
+    def break_silence(self, silence_s: float | None = None) -> None:
+        """Something of use came; the next may take as long again, or `silence_s`."""
+        if self._reply is not None:
+            self._reply.break_silence(silence_s)
+
+    def drain(self) -> None:
+        """Read what is behind the end of a stream, so that the connection can be kept. One that
+        has more to say than a moment's worth is closed instead."""
+        self.break_silence(DRAIN_S)
+        with suppress(UpstreamFailed):
+            for _ in self._blocks(READ_BYTES):
+                pass
 
     def cut(self) -> None:
         """End it now: whoever waits for it gets UpstreamFailed. Any thread; twice is harmless."""
@@ -193,7 +211,7 @@ class Exchange:
         if is_cut:
             raise OSError("it was cancelled")
         connection.settimeout(silence_s)
-        self._reply = WireReply(connection)
+        self._reply = WireReply(connection, silence_s)
         try:
             connection.sendall(self._sent)
             return self._reply.begin()

@@ -49,11 +49,12 @@ class ReplyReader:
                 pieces = list(self._pieces(event))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
                 raise self._malformed("an event of another shape than OpenAI's") from error
+            if event.get("choices"):
+                self._exchange.break_silence()  # comments do not, nor events about nothing
             yield from pieces
         if not is_done:
             raise UpstreamFailed(f"{self._upstream} broke off in the middle of an answer")
-        for _ in self._exchange.lines():
-            pass  # to its very end, so that the connection can be kept
+        self._exchange.drain()
 
     def _events(self) -> Iterator[dict[str, Any] | None]:
         """JSON documents; None for the end."""
@@ -66,7 +67,7 @@ class ReplyReader:
                 return
             try:
                 event = json.loads(data)
-            except ValueError:
+            except (ValueError, RecursionError):
                 event = None
             if not isinstance(event, dict):
                 raise self._malformed("an event that is no JSON object")
@@ -125,7 +126,7 @@ def check_status(exchange: Exchange, status: int, upstream: str) -> None:
         return
     try:
         document = json.loads(exchange.read())
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     failure = refused(upstream, status, document)
     if status in PASSING or status in (401, 403):  # of the gateway, not of this request

@@ -1,6 +1,7 @@
 """One HTTP reply, read from a socket as it comes."""
 
 import socket
+import time
 
 import httptools
 
@@ -15,11 +16,14 @@ class BadReply(Exception):
 class WireReply:
     """`begin`, then `read` until None. One thread; raises OSError and BadReply.
 
-    The methods `on_…` are the parser's.
+    Waiting for bytes that lead to nothing is silence too, however many of them come: `silence_s` is
+    used up by every wait, and whoever reads says by `break_silence` that something came. The
+    methods `on_…` are the parser's.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, silence_s: float) -> None:
         self._socket = connection
+        self._silence_s = self._left_s = silence_s
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0  # once the head is there
         self._blocks: list[bytes] = []
@@ -36,7 +40,7 @@ class WireReply:
         """Wait for the head; the status. ConnectionResetError: closed without a word."""
         num_bytes = 0
         while not self._status:
-            data = self._socket.recv(READ_BYTES)
+            data = self._receive()
             if not data and not num_bytes:
                 raise ConnectionResetError("closed without a reply")
             if not data:
@@ -45,6 +49,7 @@ class WireReply:
             self._feed(data)
             if num_bytes > LARGEST_HEAD and not self._status:
                 raise BadReply("the head of its reply is too large")
+        self.break_silence()
         return self._status
 
     def read(self) -> bytes | None:
@@ -52,7 +57,7 @@ class WireReply:
         while not self._blocks:
             if self._is_over:
                 return None
-            data = self._socket.recv(READ_BYTES)
+            data = self._receive()
             if data:
                 self._feed(data)
             elif self._has_length:
@@ -61,6 +66,19 @@ class WireReply:
                 self._is_over = self._is_last = True
         block, self._blocks = b"".join(self._blocks), []
         return block
+
+    def break_silence(self, silence_s: float | None = None) -> None:
+        """Something came that was waited for; the next may take as long as `silence_s` says."""
+        self._silence_s = self._left_s = self._silence_s if silence_s is None else silence_s
+
+    def _receive(self) -> bytes:
+        if self._left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(self._left_s)
+        began_s = time.monotonic()
+        data = self._socket.recv(READ_BYTES)
+        self._left_s -= time.monotonic() - began_s
+        return data
 
     def _feed(self, data: bytes) -> None:
         try:
