@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -118,6 +119,73 @@ def test_a_head_without_end_is_cut_off(url: str, head: bytes, more: bytes) -> No
 def test_a_head_that_is_too_large_is_told_so(url: str) -> None:
     with connect(url) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * (1 << 16))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+
+
+BEGUN = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize("before", [b"", BEGUN + b"\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /healthz?" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        BEGUN + b"X-Long: " + b"a" * 70_000 + b"\r\n\r\n",
+        BEGUN + (b"X-Many: " + b"a" * 990 + b"\r\n") * 70 + b"\r\n",
+        CHUNKED + b"0\r\n" + (b"X-Many: " + b"a" * 990 + b"\r\n") * 70 + b"\r\n",
+    ],
+    ids=["address", "header", "headers", "trailers"],
+)
+def test_a_head_that_is_too_large_is_refused_when_it_comes_in_one_read_too(
+    before: bytes, head: bytes
+) -> None:
+    """The protocol is fed by hand: how much a socket gives at a time is the system's choice."""
+    import asyncio
+
+    from uvicorn import Config
+    from uvicorn.server import ServerState
+
+    from kvweave.serve.connections import guarded
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        """Answer nothing."""
+
+    class Wire(asyncio.Transport):
+        written, is_over = b"", False
+
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return default
+
+        def write(self, data: Any) -> None:
+            self.written += data
+
+        def is_closing(self) -> bool:
+            return self.is_over
+
+        def close(self) -> None:
+            self.is_over = True
+
+        abort = close
+
+    async def run() -> Wire:
+        config = Config(app, lifespan="off")
+        config.load()
+        protocol = guarded(8, 30.0)(config=config, server_state=ServerState(), app_state={})
+        wire = Wire()
+        protocol.connection_made(wire)
+        protocol.data_received(before + head)
+        return wire
+
+    wire = asyncio.run(run())
+    assert wire.is_over
+    if not before and not head.startswith(CHUNKED):
+        assert b"too large" in wire.written
+
+
+def test_a_long_head_that_comes_in_one_read_is_refused_by_a_server(url: str) -> None:
+    with connect(url) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        connection.sendall(BEGUN + (b"X-Many: " + b"a" * 990 + b"\r\n") * 70 + b"\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 400")
 
 

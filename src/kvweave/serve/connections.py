@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 log = logging.getLogger(__name__)
 
 LARGEST_HEAD = 1 << 16  # bytes; and of whatever else is not yet a piece of a body
+TOO_LARGE = "The head of the request is too large."
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 5\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
@@ -38,6 +39,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._waiting: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None  # others wait behind it, `cycle` the last
         self._head_bytes = 0  # that came since the parser last made something of them
+        self._named_bytes = 0  # of a head, and its trailers, that the parser made something of
         self.idle_since_s = time.monotonic()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,11 +54,23 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > LARGEST_HEAD and not self.transport.is_closing():
-            self._refuse_head()
+            self.send_400_response(TOO_LARGE)
         elif self.is_idle:
             self._wait_for_head()  # until all of it is there; what comes in pieces gains nothing
         else:
             self._stop_waiting()
+
+    def on_message_begin(self) -> None:
+        self._named_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._head_bytes = 0
@@ -121,11 +135,18 @@ class GuardedProtocol(HttpToolsProtocol):
                 return  # between two requests: uvicorn closes it
             self.transport.abort()
 
-    def _refuse_head(self) -> None:
-        if self.is_idle:
-            self.send_400_response("The head of the request is too large.")
-        else:  # a reply is under way: these words would stand in its midst
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes of a head that may have come in one read, which the parser takes whole."""
+        self._named_bytes += num_bytes
+        if self._named_bytes > LARGEST_HEAD:
+            raise ValueError(TOO_LARGE)  # the parser ends, and uvicorn sends a 400
+
+    def send_400_response(self, msg: str) -> None:
+        is_large = max(self._head_bytes, self._named_bytes) > LARGEST_HEAD
+        if is_large and not self.is_idle:  # these words would stand in the midst of a reply
             self.transport.abort()
+        else:
+            super().send_400_response(TOO_LARGE if is_large else msg)
 
 
 def guarded(most: int, header_s: float) -> Any:
