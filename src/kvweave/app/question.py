@@ -11,7 +11,7 @@ from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.strategy import NAMES
+from kvweave.fuse.strategy import NAMES, is_known, known_names
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
@@ -179,8 +179,9 @@ class Question:
         if self.speculate not in (None, *get_args(SpeculationMode)):
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
-        if self.reuse is not None and self.reuse not in REUSES:
-            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {', '.join(REUSES)}")
+        if self.reuse not in (None, AUTO) and not is_known(self.reuse):
+            known = ", ".join((AUTO, *known_names()))
+            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {known}")
         if self.nothing_found not in (None, *get_args(NothingMode)):
             known = ", ".join(get_args(NothingMode))
             raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
@@ -308,8 +309,9 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
     if text is None:
         return None, None
     name, colon, ratio = text.partition(":")
-    if name not in REUSES:
-        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(REUSES)}")
+    if name != AUTO and not is_known(name):
+        known = ", ".join((AUTO, *known_names()))
+        raise ConfigError(f"reuse {name!r} is unknown; known: {known}")
     try:
         share = float(ratio) if colon else None
     except ValueError:

@@ -372,12 +372,12 @@ def _encoding_of(kb_folder: Path | None) -> str:
 
 
 def _strategy_names(text: str) -> list[str]:
-    from kvweave.fuse.strategy import NAMES
+    from kvweave.fuse.strategy import is_known, known_names
 
     names = _split(text)
     for name in names:
-        if name not in NAMES:
-            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(NAMES)}")
+        if not is_known(name):
+            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(known_names())}")
         if name in ("full", "prefix"):
             raise RequestError(f"strategy {name!r} is exact; there is nothing to measure")
     return names

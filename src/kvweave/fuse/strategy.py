@@ -5,11 +5,14 @@
     reuse           stored chunk KV as it is
     …               rows are recomputed, chosen by a selector of that name
 
-Names are stable: calibrations, requests and benches refer to them.
+An installed package may bring selectors of its own (entry points `kvweave.selectors`). Names are
+stable: calibrations, requests and benches refer to them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import EntryPoint, entry_points
 
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
@@ -106,6 +109,8 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
 _TAPERED = ("weave", "weave-deep")
 _OURS = (*_TAPERED, "weave-through")
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
+INSTALLED = "kvweave.selectors"  # the group of entry points that other packages name theirs in
+INSTALLED_RATIO = 0.15  # of a selector of theirs that comes without a strategy
 NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
 
 
@@ -124,12 +129,49 @@ def default_ratio(name: str) -> float:
     return _SELECTORS[name][1] if name in _SELECTORS else 0.0
 
 
+def is_known(name: str) -> bool:
+    """Whether a strategy goes by this name. Other packages are looked at for unknown names alone."""
+    return name in NAMES or name in _installed()
+
+
+def known_names() -> Sequence[str]:
+    """The names of all strategies, those of other packages last."""
+    return (*NAMES, *sorted(_installed().keys() - set(NAMES)))
+
+
+@functools.cache
+def _installed() -> dict[str, EntryPoint]:
+    return {each.name: each for each in entry_points(group=INSTALLED)}
+
+
+def _open_installed(name: str, facts: ModelFacts) -> Strategy:
+    """A strategy that another package brings: its entry point is called with the facts of a model
+    and returns a selector or a whole `Strategy`. Raises ConfigError where that fails."""
+    entry = _installed()[name]
+    try:
+        made = entry.load()(facts)
+        if not isinstance(made, Strategy):
+            made = Strategy(name, made, INSTALLED_RATIO)
+        made.needs(facts.num_layers)
+        assert made.selector is None or callable(made.selector.select), "select is no function"
+        check_ratio(made.ratio)
+    except Exception as error:  # whatever it is that a stranger's code does
+        package = "a package" if entry.dist is None else repr(entry.dist.name)
+        raise ConfigError(
+            f"selector {name!r} of {package} ({entry.value}) does not work: "
+            f"{type(error).__name__}: {error}; mend that package or uninstall it"
+        ) from error
+    return replace(made, name=name)
+
+
 def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     """The strategy called `name` for a model. Raises RequestError or ConfigError, never guesses."""
     if name in _WITHOUT_SELECTOR:
         return _WITHOUT_SELECTOR[name]
+    if not is_known(name):
+        raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
     if name not in _SELECTORS:
-        raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(NAMES)}")
+        return _open_installed(name, facts)
     make, ratio = _SELECTORS[name]
     if name not in _OURS:
         return Strategy(name, make(facts), ratio)

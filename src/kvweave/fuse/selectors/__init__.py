@@ -21,4 +21,6 @@ Add a selector:
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
    `Scene.note`, for the record, and go through `ranked_positions` of `base.py`, which breaks ties
    and refuses NaN; `epic.py` is a whole example.
+
+In a package of your own step 2 is an entry point instead, see docs/fusion.md.
 """

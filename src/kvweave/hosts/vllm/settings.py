@@ -13,7 +13,7 @@ from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.config import Flag, Key, StoreSettings, known_keys, load_config
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.strategy import NAMES
+from kvweave.fuse.strategy import is_known, known_names
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.paths import home
 
@@ -94,8 +94,8 @@ def _reuse(text: str | None) -> tuple[str, float | None]:
     if text is None or text == "auto":
         return REUSE, None
     name, colon, share = text.partition(":")
-    if name not in NAMES:
-        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(NAMES)}")
+    if not is_known(name):
+        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
     try:
         ratio = float(share) if colon else None
     except ValueError:
