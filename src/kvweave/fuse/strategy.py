@@ -130,7 +130,7 @@ def default_ratio(name: str) -> float:
 
 
 def is_known(name: str) -> bool:
-    """Whether a strategy goes by this name. Other packages are looked at for unknown names alone."""
+    """Whether a strategy goes by this name. Other packages are asked for unknown names alone."""
     return name in NAMES or name in _installed()
 
 

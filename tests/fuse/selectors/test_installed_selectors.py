@@ -81,7 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_a_selector_of_another_package_chooses_the_rows(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, "llama", num_hidden_layers=6)
-    world = World(load_decoder(folder, device="cpu", dtype="float32"), make_ids(8, 12, 20))
+    world = World(load_decoder(folder, device="cpu", dtype="float32"), chunks=make_ids(8, 12, 20))
     fused, _ = world.fuse("last-rows", 0.25)
     hits = list(world.request.hits)
     assert list(fused.recomputed) == hits[-(len(hits) // 4) :]
