@@ -153,7 +153,8 @@ def _open_installed(name: str, facts: ModelFacts) -> Strategy:
         if not isinstance(made, Strategy):
             made = Strategy(name, made, INSTALLED_RATIO)
         made.needs(facts.num_layers)
-        assert made.selector is None or callable(made.selector.select), "select is no function"
+        if made.selector is not None:
+            getattr(made.selector, "begin" if made.selector.in_flight else "select")
         check_ratio(made.ratio)
     except Exception as error:  # whatever it is that a stranger's code does
         package = "a package" if entry.dist is None else repr(entry.dist.name)

@@ -19,6 +19,7 @@ from worlds.tiny_models import make_model_folder
 FACTS = ModelFacts(num_layers=6)
 CODE = """
 from kvweave.fuse.selectors.base import Needs
+from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.strategy import Strategy
 
 
@@ -41,6 +42,10 @@ def make_strategy(facts):
     return Strategy("any name", LastRows(), 0.4, drift=0.5)
 
 
+def make_in_flight(facts):
+    return CacheBlend("v")
+
+
 def make_nothing(facts):
     return object()
 """
@@ -49,6 +54,7 @@ ENTRIES = """
 last-rows = their_selectors:make
 last-rows-drifting = their_selectors:make_strategy
 weave = their_selectors:make_strategy
+in-flight = their_selectors:make_in_flight
 no-module = their_selectors_that_are_not:make
 no-selector = their_selectors:make_nothing
 """
@@ -91,6 +97,10 @@ def test_it_may_bring_a_whole_strategy_which_goes_by_the_name_of_its_entry() -> 
     opened = open_strategy("last-rows-drifting", FACTS)
     assert (opened.name, opened.ratio, opened.drift) == ("last-rows-drifting", 0.4, 0.5)
     assert open_strategy("last-rows", FACTS).ratio == 0.15
+
+
+def test_it_may_choose_inside_the_pass() -> None:
+    assert not open_strategy("in-flight", FACTS).can_be_sliced
 
 
 def test_a_name_of_ours_is_not_taken_over() -> None:
