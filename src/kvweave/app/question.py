@@ -180,7 +180,7 @@ class Question:
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse not in (None, AUTO) and not is_known(self.reuse):
-            known = ", ".join((AUTO, *known_names()))
+            known = ", ".join((*REUSES, *known_names()[len(NAMES) :]))
             raise RequestError(f"reuse {self.reuse!r} is unknown; known: {known}")
         if self.nothing_found not in (None, *get_args(NothingMode)):
             known = ", ".join(get_args(NothingMode))
@@ -310,7 +310,7 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
         return None, None
     name, colon, ratio = text.partition(":")
     if name != AUTO and not is_known(name):
-        known = ", ".join((AUTO, *known_names()))
+        known = ", ".join((*REUSES, *known_names()[len(NAMES) :]))
         raise ConfigError(f"reuse {name!r} is unknown; known: {known}")
     try:
         share = float(ratio) if colon else None
