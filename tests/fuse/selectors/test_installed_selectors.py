@@ -18,7 +18,7 @@ from worlds.tiny_models import make_model_folder
 
 FACTS = ModelFacts(num_layers=6)
 CODE = """
-from kvweave.fuse.selectors.base import Needs
+from kvweave.fuse.needs import Needs
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.strategy import Strategy
 
@@ -29,8 +29,8 @@ class LastRows:
     def needs(self, num_layers):
         return Needs()
 
-    def select(self, scene, count):
-        return scene.hits[-count:]
+    def select(self, scene, counts):
+        return [scene.hits[-count:] for count in counts]
 
 
 def make(facts):
