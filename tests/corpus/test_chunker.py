@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvweave.corpus.chunker import CLOSE, MIN_CHUNK_TOKENS, Chunker, make_chunk_id
-from kvweave.corpus.cuts import BlankSkipper, skip_blank
+from kvweave.corpus.cuts import BlankSkipper, section_title, skip_blank
 from kvweave.errors import ConfigError
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text
@@ -158,3 +158,15 @@ def test_cutting_can_be_ended_in_a_text_that_gives_no_chunk(tokenizer: Tokenizer
 
     with pytest.raises(KeyError):
         list(Chunker(tokenizer, 32).cut("", f"x\n{' ' * 100_000}y", end_it))
+
+
+def test_chunks_of_one_document_are_told_apart_by_their_headings_without_anchors(
+    tokenizer: Tokenizer,
+) -> None:
+    body = "Cordon the node first, then evict its pods, then wait until none is left. " * 3
+    text = f"# Nodes {{#nodes}}\n\n{body}\n\n## Drain {{#drain}}\n\n{body}\n\n{body}"
+    chunks = [placed.chunk for placed in Chunker(tokenizer, 90).cut("Nodes", text)]
+    titles = [section_title(chunk) for chunk in chunks]
+    assert "Nodes" in titles[0] and titles[0].count("Nodes") == 1
+    assert "Nodes › Drain" in titles
+    assert not any("{" in title for title in titles)

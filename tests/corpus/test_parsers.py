@@ -18,7 +18,7 @@ def read(name: str, data: bytes | str, limits: ParseLimits = LIMITS) -> list[Par
     return parse(Path(name), data.encode() if isinstance(data, str) else data, limits)
 
 
-def make_pdf(*pages: str, password: str | None = None) -> bytes:
+def make_pdf(*pages: str, password: str | None = None, title: str = "") -> bytes:
     """A PDF with a text layer, written by hand: pypdf reads but does not draw."""
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b""]
     kids = []
@@ -39,7 +39,9 @@ def make_pdf(*pages: str, password: str | None = None) -> bytes:
     table = len(out)
     out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
     out += b"".join(b"%010d 00000 n \n" % offset for offset in offsets)
-    out += b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF" % (len(objects) + 1, table)
+    said = f" /Info << /Title ({title}) >>".encode() if title else b""
+    out += b"trailer << /Size %d /Root 1 0 R%s >>\n" % (len(objects) + 1, said)
+    out += b"startxref\n%d\n%%%%EOF" % table
     if password is None:
         return bytes(out)
     from pypdf import PdfReader, PdfWriter
@@ -117,6 +119,23 @@ def test_html_nested_deeper_than_python_recurses_is_no_trouble() -> None:
 def test_html_in_a_declared_encoding_is_read_in_it() -> None:
     page = '<meta charset="iso-8859-1"><p>Größe</p>'.encode("latin-1")
     assert read("x.html", page)[0].text == "Größe"
+
+
+FILLERS = ["untitled", "Untitled-1", "\\(anonymous\\)", "Microsoft Word - minutes.doc", "Document1"]
+
+
+@pytest.mark.parametrize("filler", [*FILLERS, "untitled.pdf", " . ", "PowerPoint Presentation"])
+def test_a_pdf_with_a_fillers_title_is_called_by_its_file(filler: str) -> None:
+    (record,) = read("minutes.pdf", make_pdf("Cordon the node", title=filler))
+    assert record.title == "minutes"
+    (record,) = read("minutes.pdf", make_pdf("Cordon the node", title="Document of the valley"))
+    assert record.title == "Document of the valley"
+
+
+def test_an_anchor_is_no_part_of_a_title() -> None:
+    assert read("x.md", "# Drain a node {#drain}\n\ntext")[0].title == "Drain a node"
+    assert read("x.md", "# Drain {#drain .new} ##\n\ntext")[0].title == "Drain"
+    assert read("x.md", "# Sets {a, b}\n\ntext")[0].title == "Sets {a, b}"
 
 
 def test_a_pdf_gives_the_text_of_all_its_pages() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from kvweave.corpus.cuts import HEADING, BlankSkipper, TextWindow, last_heading
+from kvweave.corpus.cuts import HEADING, SECTION, BlankSkipper, TextWindow, last_heading
 from kvweave.errors import ConfigError
 from kvweave.types import Chunk, ChunkId, PlacedChunk
 
@@ -116,7 +116,7 @@ class Chunker:
     def _title_line(self, title: str, heading: str) -> str:
         if not heading or heading == title:
             return title
-        line = f"{title} › {heading}" if title else heading
+        line = f"{title}{SECTION}{heading}" if title else heading
         return line if len(self._encode(line)) <= self.max_tokens // 4 else title
 
     def _short_title(self, title: str) -> str:

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvweave.text.tokenizer import Tokenizer
+    from kvweave.types import Chunk
 
 WINDOW_CHUNKS = 32  # tokenise this many chunks' worth of text at a time: memory stays flat
 
+SECTION = " › "  # between the title of a document and a heading in it
 HEADING = re.compile(r"^#{1,6}[ \t]+\S.*$", re.MULTILINE)
 PARAGRAPH = re.compile(r"\n(?:[ \t]*\n)+")
 SENTENCE = re.compile(r"(?<=[.!?…])[\"'”’)\]]*[ \t]+|(?<=[。！？])|\n")
@@ -121,5 +123,23 @@ def last_heading(text: str, start: int, end: int) -> str:
     """Of a stretch of the text; empty if it has none."""
     last = ""
     for match in HEADING.finditer(text, start, end):
-        last = match.group().lstrip("#").strip()
+        last = words_of(match.group())
     return last
+
+
+def words_of(heading: str) -> str:
+    """A line such as `## Drain a node {#drain}` without its marks: that is, `Drain a node`."""
+    words = heading.strip().strip("#").strip()
+    anchor = max(words.rfind("{#"), words.rfind("{:")) if words.endswith("}") else 0
+    return words[:anchor].rstrip() if anchor > 0 else words
+
+
+def section_title(chunk: "Chunk") -> str:
+    """The title line of a chunk, and behind it the heading that its text begins with: chunks of one
+    document are told apart by it."""
+    body = chunk.text.removeprefix(chunk.title).lstrip("\n")
+    own = HEADING.match(body)
+    heading = words_of(own.group()) if own else ""
+    if not heading or chunk.title.endswith(heading):
+        return chunk.title
+    return f"{chunk.title}{SECTION}{heading}" if chunk.title else heading

@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from kvweave.corpus.chunker import make_chunk_id
+from kvweave.corpus.cuts import section_title
 from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.text.prompt import Document, Prompt
 from kvweave.types import ChunkId, DocumentId, Hit
@@ -25,7 +26,7 @@ class RetrievedChunk(NamedTuple):
     @classmethod
     def found(cls, hit: Hit) -> "RetrievedChunk":
         chunk = hit.chunk
-        return cls(chunk.token_ids, chunk.title, chunk.id, hit.score, hit.document)
+        return cls(chunk.token_ids, section_title(chunk), chunk.id, hit.score, hit.document)
 
     @classmethod
     def brought(cls, document: Document, token_ids: tuple[int, ...]) -> "RetrievedChunk":

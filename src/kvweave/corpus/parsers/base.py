@@ -12,7 +12,7 @@ from kvweave.corpus.metadata import check_metadata, digest_text, parse_pairs
 from kvweave.errors import CorpusError, RequestError
 
 LONGEST_TITLE = 1000  # characters; a chunk shows the first few dozen words of it
-PARSERS_VERSION = 3  # raise it when a parser would give something else for the same file
+PARSERS_VERSION = 4  # raise it when a parser would give something else for the same file
 
 
 class ParsedRecord(NamedTuple):
@@ -64,6 +64,13 @@ BOMS = (
 TEXT_FIELDS = ("text", "content", "contents", "body", "passage")
 TITLE_FIELDS = ("title", "heading", "name")
 METADATA_FIELD = "metadata"
+# what programs write into the title of a file that was given none
+FILLER_TITLE = re.compile(
+    r"(\(?(untitled|anonymous|unnamed|unknown|no title|none)\)?|title|document|dokument|"
+    r"(word|pdf) document|(powerpoint )?presentation|slide)[ _-]?\d{0,9}(\.\w{1,5})?"
+    r"|microsoft (word|powerpoint|excel) - .*",
+    re.IGNORECASE | re.DOTALL,
+)
 ID_FIELDS = ("id", "_id", "doc_id", "pid", "key")
 
 
@@ -109,6 +116,13 @@ def lone_record(title: str, text: str) -> list[ParsedRecord]:
     if not text.strip():
         raise CorpusError("no text in it")
     return [ParsedRecord("", clean_title(title), text)]
+
+
+def own_title(found: object) -> str:
+    """The title that a file gives itself; empty where it is a program's filler."""
+    title = str(found or "").strip()
+    is_named = any(map(str.isalnum, title)) and not FILLER_TITLE.fullmatch(title)
+    return title if is_named else ""
 
 
 def field(row: Mapping[str, object], names: Iterable[str]) -> str | None:

@@ -4,7 +4,13 @@ import io
 import logging
 from pathlib import Path
 
-from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
+from kvweave.corpus.parsers.base import (
+    ParsedRecord,
+    ParseLimits,
+    check_length,
+    lone_record,
+    own_title,
+)
 from kvweave.errors import CorpusError
 
 
@@ -25,7 +31,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
             num_chars += len(pages[-1])
             if num_chars > limits.text_chars:
                 break
-        title = str((reader.metadata and reader.metadata.title) or "").strip()
+        title = own_title(reader.metadata and reader.metadata.title)
     except (DependencyError, FileNotDecryptedError) as error:
         raise CorpusError("encrypted PDF; remove its password first") from error
     except (CorpusError, MemoryError):  # the second is said where the limit is known

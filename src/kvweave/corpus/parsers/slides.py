@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.corpus.parsers.archive import check_unpacked
-from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
+from kvweave.corpus.parsers.base import (
+    ParsedRecord,
+    ParseLimits,
+    check_length,
+    lone_record,
+    own_title,
+)
 from kvweave.errors import CorpusError
 
 
@@ -20,7 +26,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     try:
         deck = pptx.Presentation(io.BytesIO(data))
         parts = [part for n, slide in enumerate(deck.slides, 1) for part in _slide(slide, n)]
-        title = (deck.core_properties.title or "").strip()
+        title = own_title(deck.core_properties.title)
     except (CorpusError, MemoryError):
         raise
     except Exception as error:  # a zip with anything inside can call itself .pptx

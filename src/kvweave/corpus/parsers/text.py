@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvweave.corpus.cuts import words_of
 from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, decode, lone_record
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*\r?\n", re.DOTALL)
@@ -40,7 +41,7 @@ def _headings(text: str) -> Iterator[str]:
         line = text[start : len(text) if end < 0 else end]
         if line[1:2] in (" ", "\t"):
             heading = line[1:].lstrip(" \t")
-            if shown := heading.rstrip(" \t#") or heading[:1]:
+            if shown := words_of(heading) or heading[:1]:
                 yield shown
 
 

@@ -5,7 +5,13 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
+from kvweave.corpus.parsers.base import (
+    ParsedRecord,
+    ParseLimits,
+    check_length,
+    lone_record,
+    own_title,
+)
 from kvweave.errors import CorpusError
 
 if TYPE_CHECKING:
@@ -27,7 +33,7 @@ def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
             _paragraph(block) if isinstance(block, Paragraph) else _table(block)
             for block in document.iter_inner_content()
         ]
-        title = (document.core_properties.title or "").strip()
+        title = own_title(document.core_properties.title)
     except (CorpusError, MemoryError):  # the second is said where the limit is known
         raise
     # A zip with anything inside can call itself .docx: KeyError, ValueError, lxml errors, …

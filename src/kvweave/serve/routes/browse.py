@@ -10,6 +10,7 @@ from kvweave.app.libraries.library_browser import (
     DocumentInfo,
     DocumentKV,
     LibraryBrowser,
+    section_title,
 )
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
@@ -117,7 +118,7 @@ def _line_out(line: ChunkLine) -> ChunkLineOut:
     return ChunkLineOut(
         id=line.chunk.id,
         index=line.place,
-        heading=line.chunk.title,
+        heading=section_title(line.chunk),
         tokens=len(line.chunk.token_ids),
         asked=line.asked,
     )
@@ -130,7 +131,7 @@ def _chunk(libraries: Libraries, tenant: str, name: str, chunk_id: str) -> Chunk
         id=found.chunk.id,
         document=found.document.id,
         document_title=found.document.title,
-        title=found.chunk.title,
+        title=section_title(found.chunk),
         index=found.place,
         text=found.chunk.text,
         tokens=len(found.chunk.token_ids),
@@ -142,7 +143,7 @@ def _chunk(libraries: Libraries, tenant: str, name: str, chunk_id: str) -> Chunk
             NeighbourOut(
                 id=hit.chunk.id,
                 document=hit.document,
-                title=hit.chunk.title,
+                title=section_title(hit.chunk),
                 score=float(hit.score),
             )
             for hit in found.neighbours

@@ -20,6 +20,7 @@ from kvweave.app.libraries.libraries import (
     check_metadata,
     check_name,
 )
+from kvweave.app.libraries.library_browser import section_title
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError
@@ -252,7 +253,7 @@ def _search(
             HitOut(
                 id=hit.chunk.id,
                 document=hit.document,
-                title=hit.chunk.title,
+                title=section_title(hit.chunk),
                 text=hit.chunk.text,
                 tokens=len(hit.chunk.token_ids),
                 score=float(hit.score),

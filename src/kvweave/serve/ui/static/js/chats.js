@@ -7,6 +7,7 @@ import { announce } from "./widgets/announce.js";
 
 const chats = new Map();
 const DRAWN_EACH_MS = 40;
+const DRAWN_CHARS_PER_MS = 500; // a long answer is drawn less often: most of the time stays free
 const LONGEST_TITLE = 60;
 
 /** The chat of a conversation. Its store holds { id, title, kb, messages, busy, loaded, error }. */
@@ -66,7 +67,8 @@ function makeChat(id) {
   async function listen(body, answer) {
     let drawn = 0;
     const draw = (force) => {
-      if (!force && performance.now() - drawn < DRAWN_EACH_MS) return;
+      const pause = Math.max(DRAWN_EACH_MS, answer.content.length / DRAWN_CHARS_PER_MS);
+      if (!force && performance.now() - drawn < pause) return;
       drawn = performance.now();
       store.set((was) => ({ ...was, messages: [...was.messages.slice(0, -1),
         { ...answer, meta: { ...answer.meta } }] }));

@@ -5,16 +5,21 @@ const MOST = 1200; // words of each text that are compared: the table is their p
 export const words = (text) => text.match(/\s+|[^\s]+/g) ?? [];
 const bare = (word) => word.toLowerCase().replace(/[^\p{L}\p{N}]/gu, "") || word;
 
-/** Pieces of `text`: { text, differs }, against `base`. */
-export function marked(text, base) {
-  const all = words(text);
-  const mine = all.filter((word) => word.trim()).slice(0, MOST).map(bare);
-  const theirs = words(base).filter((word) => word.trim()).slice(0, MOST).map(bare);
-  const kept = common(mine, theirs);
+const compared = (texts) => texts.flatMap(words).filter((word) => word.trim()).slice(0, MOST).map(
+  bare);
+
+/** For each of `texts`, in this order, its pieces { text, differs } against `bases`. */
+export function marked(texts, bases) {
+  const kept = common(compared(texts), compared(bases));
+  let at = 0; // in the words of all texts
+  const keeps = () => at < MOST && kept[at++];
+  return texts.map((text) => piecesOf(words(text), keeps));
+}
+
+function piecesOf(all, keeps) {
   const pieces = [];
-  let at = 0;
   for (const word of all) {
-    const differs = word.trim() ? at >= MOST || !kept[at++] : false;
+    const differs = word.trim() ? !keeps() : false;
     const last = pieces.at(-1);
     if (last && (last.differs === differs || (!word.trim() && !last.differs))) last.text += word;
     else pieces.push({ text: word, differs });

@@ -11,3 +11,11 @@ export const html = htm.bind(h);
 
 /** Class names of what is truthy: cls("a", b && "c"). */
 export const cls = (...names) => names.filter(Boolean).join(" ");
+
+/** Elements with every text in them replaced by `change(text)`, in the order of the document. */
+export function changeText(node, change) {
+  if (typeof node === "string") return change(node);
+  if (Array.isArray(node)) return node.map((each) => changeText(each, change));
+  if (!node?.props) return node;
+  return h(node.type, { ...node.props, children: changeText(node.props.children, change) });
+}

@@ -1,8 +1,9 @@
 // Compare: one question through two or three ways, one after another, side by side.
-import { cls, html } from "../html.js";
+import { changeText, cls, html } from "../html.js";
 import { stream } from "../api.js";
 import { marked } from "../diff.js";
 import { count, ms, nats, percent, times } from "../format.js";
+import { drawMarkdown } from "../markdown.js";
 import { link } from "../router.js";
 import { namedModel, settings, useModel } from "../session.js";
 import { makeStore, useStore } from "../store.js";
@@ -133,12 +134,25 @@ function Outcome({ ways, model, busy }) {
       <div class="bar thick"><span class=${way.reuse === "full" ? "plain-bar" : ""}
         style=${{ width: `${slowest && way.done ? (100 * way.done.ttft_ms) / slowest : 0}%` }}>
         </span></div></div>
-    <div class="way-answer">${way === base || !base.done ? way.text
-      : marked(way.text, base.text).map((piece) => (piece.differs ? html`<mark>${piece.text}
-      </mark>` : piece.text))}</div>
+    <div class="way-answer md">${way === base || !base.done ? drawMarkdown(way.text)
+      : drawMarked(way.text, base.text)}</div>
     ${way.done && html`<${Facts} way=${way} isBase=${way === base} />`}</section>`)}</div>
     ${ways.length > 1 && base.done && html`<p class="tiny faint">
       ${model && `Answered by ${model}. `}<mark>Marked words</mark> are not in the answer of ${WORDS[base.reuse] ?? base.reuse}.</p>`}`;
+}
+
+/** An answer whose words that are not in the answer `base` are marked. */
+function drawMarked(text, base) {
+  const drawn = drawMarkdown(text);
+  const marks = marked(textsOf(drawn), textsOf(drawMarkdown(base)))[Symbol.iterator]();
+  return changeText(drawn, () => marks.next().value.map(
+    (piece) => (piece.differs ? html`<mark>${piece.text}</mark>` : piece.text)));
+}
+
+function textsOf(drawn) {
+  const texts = [];
+  changeText(drawn, (text) => texts.push(text));
+  return texts;
 }
 
 function Facts({ way, isBase }) {

@@ -1,5 +1,5 @@
 // A question and an answer as they stand in a chat.
-import { html, useEffect, useRef, useState } from "../html.js";
+import { html, useCallback, useEffect, useRef, useState } from "../html.js";
 import { count, ms, percent, times } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
@@ -39,11 +39,12 @@ export function UserMessage({ message, busy, resend }) {
 export function AnswerMessage({ message, busy, retry, open }) {
   const { content, meta } = message;
   const sources = meta.sources ?? [];
-  const cite = (number) => {
+  // the same function until the sources change: blocks that are finished are not drawn again
+  const cite = useCallback((number) => {
     const source = sources.find((each) => each.cited_as === number);
     return source && html`<button class="cite" aria-label=${`Source ${number}: ${source.title}`}
       onClick=${() => open(source)}>${number}</button>`;
-  };
+  }, [meta.sources]);
   const running = meta.state === "waiting" || meta.state === "streaming";
   return html`<article class="message answer" aria-label="Answer" data-state=${meta.state}>
     ${meta.state === "waiting" && html`<p class="waiting" role="status"><span></span><span></span>
