@@ -1,5 +1,7 @@
 """Compare: one question through two or three ways."""
 
+import json
+
 from playwright.sync_api import expect
 
 from worlds.browsing import Visiting
@@ -17,7 +19,7 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
         expect(ways).to_have_count(3)
         for at in range(3):
             expect(ways.nth(at)).to_contain_text("to the first token")
-            expect(ways.nth(at).locator("dl.facts")).to_contain_text("Rows computed")
+            expect(ways.nth(at).locator("dl.facts")).to_contain_text("Tokens computed")
         for at in (1, 2):
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("nats per token")
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("First token")
@@ -27,6 +29,36 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
         expect(page.locator(".tokens[data-filled]")).to_be_visible()
         page.go_back()
         expect(page.locator(".way")).to_have_count(3)  # it is still there
+
+
+def test_answers_are_drawn_as_markdown_with_their_differences_marked(
+    visit: Visiting, tiny: KbServer, notes: str
+) -> None:
+    """No model here writes markdown on request, so the reply is made in the browser."""
+    said = ["Use `drain` **now**, then wait.", "Use `evict` **now**, then wait."]
+    tokens = {"exact": 9, "reused": 0, "recomputed": 0, "computed": 9}
+    explain = {"strategy": "full", "ratio": 0, "tokens": tokens}
+    events: list[dict[str, object]] = []
+    for way, text in enumerate(said):
+        done = {"answer": text, "ttft_ms": 9 - way, "explain": explain, "id": None}
+        events += [{"way": way, "delta": text}, {"way": way, "done": done}]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    with visit(tiny.url) as v:
+        page = v.go("compare")
+        page.route(
+            "**/v1/compare",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+        page.get_by_label("Knowledge base").select_option(notes)
+        page.get_by_label("Question").fill("how do I drain a node?")
+        page.get_by_role("button", name="Leave out way 3").click()
+        page.get_by_role("button", name="Run 2 ways").click()
+        answers = page.locator(".way-answer")
+        expect(answers.nth(1).locator("mark")).to_have_text(["evict"])
+        expect(answers.nth(1).locator("code mark")).to_have_count(1)
+        expect(answers.nth(0).locator("strong")).to_have_text("now")
+        for at in range(2):
+            expect(answers.nth(at)).not_to_contain_text("`")
 
 
 def test_a_way_can_be_left_out_and_another_added(

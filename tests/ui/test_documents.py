@@ -68,6 +68,34 @@ def test_a_file_that_cannot_be_read_is_named_with_the_reason(
         expect(page.locator(".upload")).to_contain_text("bad.pdf")
 
 
+def test_when_all_files_are_refused_nothing_is_called_ready(
+    visit: Visiting, empty: KbServer, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad.pdf"
+    bad.write_bytes(b"this is no pdf")
+    with visit(empty.url) as v:
+        page = v.go("documents/refused")
+        page.locator("input[type=file]").set_input_files([bad])
+        told = page.locator(".upload")
+        expect(told.get_by_role("alert")).to_contain_text(
+            "Nothing was taken in: 1 file could not be read."
+        )
+        expect(told).to_contain_text("bad.pdf: broken PDF")
+        expect(told).not_to_contain_text("Ready to be asked")
+        v.keep("all-refused")
+
+
+def test_endings_of_files_are_shown_on_a_click(visit: Visiting, empty: KbServer) -> None:
+    with visit(empty.url) as v:
+        page = v.go("documents/fresh")
+        expect(page.locator(".drop")).to_contain_text("PDF, Word, Markdown, HTML")
+        endings = page.locator(".drop details p")
+        expect(endings).to_be_hidden()
+        page.get_by_text("PDF, Word, Markdown, HTML").click()
+        expect(endings).to_contain_text(".pdf")
+        expect(endings).to_be_visible()
+
+
 def test_files_can_be_dropped(visit: Visiting, empty: KbServer) -> None:
     drop = """(box) => { const transfer = new DataTransfer();
       transfer.items.add(new File(["# Dropped\\n\\nA passage about pods."], "dropped.md"));

@@ -23,7 +23,7 @@ DIAL = (
     DialPosition(
         "exact",
         "prefix",
-        "Every answer is what full prefill would give. Only passages that stood in the very same "
+        "Answers as full prefill gives them, up to rounding. Only passages that stood in the very same "
         "place before are not computed again.",
         needs_chunks=False,
     ),

@@ -38,6 +38,11 @@ export function nats(value) {
     : value.toFixed(value < 0.1 ? 4 : 3);
 }
 
+const WAYS = { full: "full prefill", prefix: "exact", reuse: "full reuse" };
+/** A way to answer in words that a visitor knows, with the share that it recomputes. */
+export const wayWords = (name, ratio = 0) => `${WAYS[name] ?? name}${ratio > 0 && ratio < 1
+  ? ` ${percent(ratio)}` : ""}`;
+
 const relative = new Intl.RelativeTimeFormat("en", { numeric: "auto" });
 
 /** "5 minutes ago", of seconds since 1970. */

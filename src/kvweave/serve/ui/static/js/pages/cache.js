@@ -16,8 +16,8 @@ export function Cache() {
   const ofAll = hasSeveral() ? ", all models" : "";
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">Cache</h1>
-    <p class="quiet small">Where chunk KV and exact prefixes lie, and how often they were of
-      use.</p></div><${ModelPicker} shown=${true} /></header>
+    <p class="quiet small">Where what was computed for passages (chunk KV) is stored, and how often
+      it was of use.</p></div><${ModelPicker} shown=${true} /></header>
     <${Fetched} resource=${stats} what="the cache" lines=${10}>
       ${(data) => html`<div class="grid two">
       <section class="card"><header><h2>Tiers</h2><span class="tiny faint">now</span></header>

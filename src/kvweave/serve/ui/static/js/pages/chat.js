@@ -92,8 +92,8 @@ function Thread({ messages, busy, children }) {
     <div class="chat-lane stack wide">${children}</div></div>`;
 }
 
-const WITH_KB = "The nearest passages go in front of your question. Their KV was computed once "
-  + "and is reused; each answer shows what was.";
+const WITH_KB = "The passages that fit best go in front of your question. The model read them once "
+  + "and reuses what it computed then; each answer shows what was reused.";
 const WITHOUT_KB = "No knowledge base is chosen: the model answers from what it knows. Choose one "
   + "below to answer from your documents.";
 

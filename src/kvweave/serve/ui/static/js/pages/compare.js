@@ -2,7 +2,7 @@
 import { changeText, cls, html } from "../html.js";
 import { stream } from "../api.js";
 import { marked } from "../diff.js";
-import { count, ms, nats, percent, times } from "../format.js";
+import { count, ms, nats, times, wayWords } from "../format.js";
 import { drawMarkdown } from "../markdown.js";
 import { link } from "../router.js";
 import { namedModel, settings, useModel } from "../session.js";
@@ -75,8 +75,8 @@ export function Compare() {
     ${error && html`<${Failure} error=${error} what="The comparison failed" retry=${run} />`}
     ${ways ? html`<${Outcome} ways=${ways} model=${model} busy=${busy} />`
       : html`<${Empty} icon="compare" title="Full prefill beside reuse">
-      <p>Each way shows its answer, its time to the first token, the rows it computed, and how far
-        its next-token distributions are from those of full prefill (KL), measured on the
+      <p>Each way shows its answer, how soon its first word came, how much of the prompt it
+        computed, and how far the model's choice of words moved from full prefill, measured on the
         spot.</p><//>`}</div>`;
 }
 
@@ -92,10 +92,10 @@ function Ways() {
     return html`<div class="way-choice"><label class="field">Way ${at + 1}
       <select value=${name} disabled=${busy} onChange=${(event) => set(at, event.target.value)}>
         ${!own && html`<option value=${name} selected disabled>
-          ${WORDS[name] ?? name} (not for this model)</option>`}
+          ${wayWords(name)} (not for this model)</option>`}
         ${strategies.map((each) => html`<option key=${each.name} value=${each.name}
           selected=${each.name === name} disabled=${each.name !== name
-          && chosen.includes(each.name)}>${WORDS[each.name] ?? each.name}</option>`)}
+          && chosen.includes(each.name)}>${wayWords(each.name)}</option>`)}
           </select></label>
       ${own?.ratio > 0 && html`<label class="field ratio">recompute %<input type="number" min="0"
         max="100" step="1" disabled=${busy} value=${Math.round(100 * (ratios[name] ?? own.ratio))}
@@ -110,7 +110,8 @@ function Ways() {
     <${Icon} name="plus" />Add a way</button>`}`;
 }
 
-const WORDS = { full: "full prefill", auto: "auto", prefix: "exact prefix", reuse: "full reuse" };
+const hasReused = ({ done: { explain } }) => explain !== null
+  && explain.tokens.exact + explain.tokens.reused > 0;
 
 function Outcome({ ways, model, busy }) {
   const base = ways.find((way) => way.reuse === "full") ?? ways[0];
@@ -119,14 +120,13 @@ function Outcome({ ways, model, busy }) {
   const current = ways.findIndex((way) => !way.done);
   return html`<div class="ways">${ways.map((way, at) => html`<section
     class=${cls("card way", busy && at === current && "now")}
-    aria-label=${WORDS[way.reuse] ?? way.reuse}>
-    <header><h2>${WORDS[way.reuse] ?? way.reuse}${way.ratio ? ` ${percent(way.ratio)}` : ""}</h2>
+    aria-label=${wayWords(way.reuse)}>
+    <header><h2>${wayWords(way.reuse, way.ratio)}</h2>
       ${way.done?.explain && way.done.explain.strategy !== way.reuse && html`<span class="chip">
-      ${way.done.explain.strategy}${way.done.explain.ratio ? ` ${percent(way.done.explain.ratio)}`
-      : ""}</span>`}</header>
+      ${wayWords(way.done.explain.strategy, way.done.explain.ratio)}</span>`}</header>
     <div class="way-time"><p class="num">${way.done ? html`<strong class="huge">
       ${ms(way.done.ttft_ms)}</strong> <span class="small quiet">to the first token</span> ${full
-      && way.reuse !== "full" && way.done.ttft_ms < full ? html`<span class="chip good">
+      && hasReused(way) && way.done.ttft_ms < full ? html`<span class="chip good">
       ${times(full / way.done.ttft_ms)} sooner</span>` : null}`
       : html`<span class="small faint" role="status">
       ${busy && at === current ? (way.text ? "answering …" : "prefilling …") : busy
@@ -138,7 +138,7 @@ function Outcome({ ways, model, busy }) {
       : drawMarked(way.text, base.text)}</div>
     ${way.done && html`<${Facts} way=${way} isBase=${way === base} />`}</section>`)}</div>
     ${ways.length > 1 && base.done && html`<p class="tiny faint">
-      ${model && `Answered by ${model}. `}<mark>Marked words</mark> are not in the answer of ${WORDS[base.reuse] ?? base.reuse}.</p>`}`;
+      ${model && `Answered by ${model}. `}<mark>Marked words</mark> are not in the answer of ${wayWords(base.reuse)}.</p>`}`;
 }
 
 /** An answer whose words that are not in the answer `base` are marked. */
@@ -160,10 +160,10 @@ function Facts({ way, isBase }) {
   const computed = explain ? explain.tokens.recomputed + explain.tokens.computed : null;
   return html`<footer class="stack tight">${explain
     && html`<${TokensBar} tokens=${explain.tokens} />`}<dl class="facts small num">
-    ${explain && html`<dt>Rows computed</dt><dd>
+    ${explain && html`<dt>Tokens computed</dt><dd>
       ${count(computed)} of ${count(Object.values(explain.tokens).reduce((a, b) => a + b, 0))}</dd>
       <dt>of them recomputed</dt><dd>${count(explain.tokens.recomputed)}</dd>`}
-    <dt>KL to full prefill</dt><dd>${way.quality ? html`<strong>${nats(way.quality.kl_nats)}
+    <dt title="KL divergence of the next-token distributions">Moved from full prefill</dt><dd>${way.quality ? html`<strong>${nats(way.quality.kl_nats)}
       </strong> nats per token` : isBase && way.reuse === "full" ? "0, by definition"
       : html`<span class="faint">measuring …</span>`}</dd>
     ${way.quality && html`<dt>First token</dt><dd>

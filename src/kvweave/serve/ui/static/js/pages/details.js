@@ -1,7 +1,7 @@
 // Details of an answer: its passages, every token, a replay through the layers, its time and price.
 import { cls, html, useEffect, useMemo, useRef, useState } from "../html.js";
 import { useResource } from "../api.js";
-import { ago, bytes, count, ms, nats, percent, plural, times } from "../format.js";
+import { ago, bytes, count, ms, nats, percent, plural, times, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { Gantt } from "../widgets/gantt.js";
@@ -41,8 +41,7 @@ function Answers() {
       <th class="end">Prompt</th><th>When</th></tr></thead>
       <tbody>${answers.data.answers.map((each) => html`<tr key=${each.id}><td>
         <a href=${link("answer", each.id)}>${each.question.slice(0, 90)}</a></td><td>
-        ${each.kb ?? "–"}</td><td>${each.strategy}${each.ratio ? ` ${percent(each.ratio)}` : ""}
-        </td>
+        ${each.kb ?? "–"}</td><td>${wayWords(each.strategy, each.ratio)}</td>
         <td class="end num">${ms(each.ttft_ms)}</td><td class="end num">${count(each.prompt_tokens)}
           </td><td class="quiet">${ago(each.created)}</td></tr>`)}</tbody></table></div>`}</div>`;
 }
@@ -277,8 +276,8 @@ function Figures({ answer }) {
   const loaded = Object.entries(explain.loaded_bytes ?? {});
   return html`<section class="card stack" aria-labelledby="figures-title">
     <h2 id="figures-title">This answer beside a full prefill</h2>
-    <table class="beside num"><thead><tr><td></td><th class="end">${explain.strategy}
-      ${explain.ratio > 0 && explain.ratio < 1 ? ` ${percent(explain.ratio)}` : ""}</th>
+    <table class="beside num"><thead><tr><td></td><th class="end">
+      ${wayWords(explain.strategy, explain.ratio)}</th>
       <th class="end">full prefill</th></tr></thead><tbody>
       <tr><th scope="row">First token</th><td class="end"><strong>${ms(took)}</strong></td>
         <td class="end">${full ? html`≈ ${ms(full)} <span class="faint">estimate</span>`
@@ -291,7 +290,7 @@ function Figures({ answer }) {
       aria-label=${`${ms(took)} against an estimated ${ms(full)}`}>
       <span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>
       <span style=${{ width: `${(100 * full) / most}%` }}></span></div>
-      ${full > took * 1.05 && html`<p class="small"><span class="chip good">
+      ${all > computed && full > took * 1.05 && html`<p class="small"><span class="chip good">
         ${times(full / took)} sooner</span></p>`}`}
     <${TokensBar} tokens=${explain.tokens} legend=${true} />
     <dl class="facts small num">

@@ -29,8 +29,8 @@ export function Documents({ args: [kb, kind, id] }) {
   }, [kb, kbs]);
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">Documents</h1>
-    <p class="quiet small">What answers come from. Each is cut into chunks; a chunk's KV is computed
-      once.</p></div>
+    <p class="quiet small">What answers come from. Each is cut into passages (chunks). The model reads
+      a passage once and what it computed (its KV) is stored.</p></div>
       ${kbs?.length > 0 && html`<${NewKb} kbs=${kbs} />`}</header>
     ${failure && html`<${Failure} error=${failure} retry=${refresh} />`}
     ${kbs === null && !failure && html`<${Loading} what="knowledge bases" />`}
@@ -140,13 +140,15 @@ function KvState({ data }) {
     </dd></div></dl>
     <div class="stack tight"><p class="row small"><span class=${`chip ${tone}`}>${words}</span>
       <span class="num quiet">${count(kv.chunks_done)} of ${plural(kv.chunks_total,
-      "chunk")} (${percent(share)})${kv.chunks_in_front
-      ? `, ${count(kv.chunks_in_front)} with a front copy` : ""}${kv.eta_s ? `, about ${Math.ceil(kv.eta_s)} s left` : ""}
+      "chunk")} (${percent(share)})${kv.eta_s ? `, about ${Math.ceil(kv.eta_s)} s left` : ""}
       </span></p>
       <div class="bar" role="progressbar" aria-label="Chunks with KV" aria-valuemin="0"
         aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span class="reused" style=${{ width: `${share * 100}%` }}></span></div>
-      ${kv.why && html`<p class="tiny quiet">${kv.why}</p>`}</div></section>`;
+      ${(kv.why || kv.chunks_in_front > 0) && html`<details class="tiny quiet">
+        <summary>More</summary>${kv.chunks_in_front > 0 && html`<p>${plural(kv.chunks_in_front,
+        "chunk")} stored a second time, for prompts in which they stand first: exact there.</p>`}
+        ${kv.why && html`<p>${kv.why}</p>`}</details>`}</div></section>`;
 }
 
 function Search({ kb, found, setFound }) {

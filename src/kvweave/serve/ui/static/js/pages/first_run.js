@@ -30,15 +30,15 @@ export function FirstRun({ ask }) {
     <header class="stack"><p class="kicker">Welcome</p>
       <h2 class="big">Chat with your documents. See what was reused, recomputed, and why.</h2>
       <p class="quiet">kvweave computes each passage once. When a question brings it
-        back, wherever it then stands, its stored KV is reused and only the tokens that matter for
-        the question are computed again.</p></header>
+        back, wherever it then stands, what was computed is reused and only the words that matter
+        for the question are computed again.</p></header>
     <div class="choices"><section class="card stack"><h2>Try the sample</h2>
         <p class="quiet small">${demo.data?.documents ? `${demo.data.documents} passages`
           : "Passages"} about an invented valley. No model knows
           them, so every right answer comes from the passages.</p>
         ${progress ? html`<div class="stack tight" role="status">
           <p class="small num">Reading the valley: ${plural(progress.documents,
-          "document")}, ${plural(progress.chunks, "chunk")} …</p><div class="bar busy">
+          "document")}, ${plural(progress.chunks, "passage")} …</p><div class="bar busy">
           <span></span></div></div>`
     : html`<div><button class="primary" onClick=${() => load(null)}>
       <${Icon} name="spark" />Load the sample</button></div>`}
@@ -52,7 +52,7 @@ export function FirstRun({ ask }) {
             : html`<${Failure} error=${demo.error} retry=${demo.reload} />`}
       </section>
       <section class="card stack"><h2>Bring your own</h2>
-        <p class="quiet small">Text, Markdown, HTML, PDF, Word, CSV and JSON lines. They stay on
+        <p class="quiet small">PDF, Word, Markdown, HTML, text, tables, code and more. They stay on
           this machine.</p>
         <div><a class="button" href=${link("documents")}>
           <${Icon} name="upload" />Add documents</a></div></section></div></div>`;

@@ -19,8 +19,12 @@ export function Quality() {
   const quality = useResource(path, { everyMs: 10_000 });
   return html`<div class="page stack wide"><header class="page-head"><div>
     <h1 tabindex="-1">Quality</h1>
-    <p class="quiet small">How far answers by reuse are from full prefill, in nats per token (0: the
-      same distribution). The gate lets a strategy through only below the bound.</p></div>
+    <p class="quiet small">How much the model's choice of words moves when stored passages are
+      reused, measured beside computing everything. 0: not at all. “auto” takes only ways that
+      stay below the limit.</p>
+    <details class="tiny quiet"><summary>What is measured</summary>The mean KL divergence of the
+      next-token distributions to those of full prefill, in nats per token. The limit is the bound;
+      what lets a way through is called the gate.</details></div>
     <${ModelPicker} shown=${true} /></header>
     <${Fetched} resource=${quality} what="quality" lines=${8}>
       ${(data) => html`<${Loaded} data=${data} />`}<//></div>`;
@@ -54,9 +58,9 @@ function Strategies({ data }) {
       ${kinds.map((each) => html`<button class="small" aria-pressed=${each === shownKind}
       onClick=${() => setKind(each)}>${each ?? "all"}</button>`)}</div>`}
     <${Curves} height=${300} label=${`KL to full prefill by share of rows recomputed, ${plural(
-      shown.length, "strategy", "strategies")}; bound ${nats(data.bound)} nats`} series=${series}
+      shown.length, "strategy", "strategies")}; limit ${nats(data.bound)} nats`} series=${series}
       formatX=${percent} formatY=${nats} log=${true}
-      lines=${data.bound > 0 ? [{ y: data.bound, label: `bound ${nats(data.bound)}` }] : []} />
+      lines=${data.bound > 0 ? [{ y: data.bound, label: `limit ${nats(data.bound)}` }] : []} />
     <details class="as-table"><summary class="small">As a table</summary>
       <div class="scroll-x" tabindex="0" role="group" aria-label="Points of the curves">
       <table class="small num"><thead><tr><th>Strategy</th><th class="end">Recomputed</th>
@@ -69,11 +73,11 @@ function Strategies({ data }) {
 }
 
 function Gate({ gate, bound }) {
-  return html`<section class="card"><header><h2>Gate</h2>
-    <span class="tiny faint num">bound ${nats(bound)} nats per token</span></header>
+  return html`<section class="card"><header><h2>What “auto” may use</h2>
+    <span class="tiny faint num">limit ${nats(bound)} nats per token</span></header>
     ${gate.length === 0
       ? html`<p
-      class="small quiet">The gate depends on how chunk KV is stored: choose a knowledge base in the
+      class="small quiet">This depends on how passages are stored: choose a knowledge base in the
         chat to see it.</p>`
       : html`<div class="scroll-x" tabindex="0" role="group" aria-label="Gate">
       <table class="small"><thead><tr><th>Strategy</th><th class="end">From</th><th>Now</th>

@@ -1,6 +1,7 @@
 // A question and an answer as they stand in a chat.
 import { html, useCallback, useEffect, useRef, useState } from "../html.js";
-import { count, ms, percent, times } from "../format.js";
+import { kbPath, useResource } from "../api.js";
+import { count, ms, times, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { info } from "../session.js";
@@ -51,7 +52,7 @@ export function AnswerMessage({ message, busy, retry, open }) {
       <span></span><span class="sr">Waiting for the first word</span></p>`}
     ${content && html`<${Markdown} text=${content} cite=${cite} />`}
     <${Ending} meta=${meta} content=${content} retry=${retry} busy=${busy} />
-    ${sources.length > 0 && html`<${Sources} sources=${sources} open=${open} />`}
+    ${sources.length > 0 && html`<${Sources} sources=${sources} kb=${meta.kb} open=${open} />`}
     ${!running && meta.tokens && html`<${Timing} meta=${meta} />`}
     ${!running && html`<div class="actions">${content && html`<${Copy} text=${content} />`}
       <button class="bare small" disabled=${busy} onClick=${retry}>
@@ -79,15 +80,24 @@ function Ending({ meta, content, retry, busy }) {
   return null;
 }
 
-function Sources({ sources, open }) {
+function Sources({ sources, kb, open }) {
+  const isNamesake = ({ title }) => kb && sources.filter((each) => each.title === title).length > 1;
   return html`<ol class="plain sources" aria-label="Sources">
     ${sources.map((source) => html`<li><button class="source" onClick=${() => open(source)}
     title=${`${source.title} · score ${score(source)}${source.fate ? ` · ${source.fate}` : ""}${
     source.tier ? ` from ${source.tier}` : ""}`}>
     <span class=${`dot ${source.fate ?? ""}`}></span><span class="num">${source.cited_as}</span>
-      <span class="cut">${source.title || "Untitled"}</span><span class="sr">${source.fate
+      <span class="cut">${source.title || "Untitled"}</span>
+      ${isNamesake(source) && html`<${Part} kb=${kb} chunk=${source.chunk} />`}
+      <span class="sr">${source.fate
     ? `, ${source.fate}` : ""}
       </span></button></li>`)}</ol>`;
+}
+
+/** Where a passage stands in its document, for those whose names do not tell them apart. */
+function Part({ kb, chunk }) {
+  const { data } = useResource(kbPath(kb, "chunks", chunk));
+  return data && html`<span class="faint">part ${data.index + 1}</span>`;
 }
 
 export const score = (source) => (source.score === null || source.score === undefined ? "–"
@@ -103,11 +113,10 @@ function Timing({ meta }) {
     <div class="timing-words small num"><span><strong>${ms(took)}</strong> to the first token</span>
       ${full ? html`<span class="quiet">full prefill: about ${ms(full)} <span
         class="faint">(estimate)</span></span>
-        ${full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
+        ${all > computed && full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
     : html`<span class="faint">full prefill: not measured on this machine yet</span>`}
       ${meta.model && html`<span class="chip">${meta.model}</span>`}
-      <span class="chip">${strategy}${ratio > 0 && ratio < 1 ? ` ${percent(ratio)}` : ""}
-        </span></div>
+      <span class="chip" title=${strategy}>${wayWords(strategy, ratio)}</span></div>
     <div class="timing-rows tiny faint num">
       ${full && html`<span>this answer</span>
         <span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>

@@ -45,14 +45,19 @@ async function upload(kb, files, done) {
   done?.();
 }
 
-function outcomeWords({ added, updated, unchanged, new_chunks: fresh, skipped }) {
+const isRefused = ({ added, updated, unchanged }) => added + updated + unchanged === 0;
+
+function outcomeWords(outcome) {
+  const { added, updated, unchanged, new_chunks: fresh, skipped } = outcome;
+  if (isRefused(outcome)) return skipped.length
+    ? `Nothing was taken in: ${plural(skipped.length, "file")} could not be read.`
+    : "Nothing was taken in: there was no text.";
   const parts = [];
   if (added) parts.push(`${plural(added, "document")} added`);
   if (updated) parts.push(`${count(updated)} updated`);
   if (unchanged) parts.push(`${count(unchanged)} already there`);
   if (skipped.length) parts.push(`${count(skipped.length)} skipped`);
-  return `${parts.join(", ") || "nothing taken in"}; ${plural(fresh,
-    "new chunk")}. Ready to be asked.`;
+  return `${parts.join(", ")}; ${plural(fresh, "new passage")}. Ready to be asked.`;
 }
 
 export function UploadBox({ kb, compact, done }) {
@@ -69,7 +74,8 @@ export function UploadBox({ kb, compact, done }) {
       <${Icon} name="upload" /><div class="stack tight"><p>
         <button class="link" type="button"
         onClick=${() => chooser.current.click()}>Choose files</button> or drop them here</p>
-      ${!compact && formats && html`<p class="tiny faint">${formats.join(" ")}</p>`}</div>
+      ${!compact && formats && html`<details class="tiny faint"><summary>PDF, Word, Markdown, HTML,
+        text, tables, code and more</summary><p>${formats.join(" ")}</p></details>`}</div>
       <input ref=${chooser} type="file" multiple hidden accept=${formats?.join(",")}
         aria-label="Files to upload" onChange=${(
         event) => { take(event.target.files); event.target.value = ""; }} /></div>
@@ -87,13 +93,15 @@ function Upload({ upload: { id, title, total, phase, progress, outcome, error } 
         onClick=${dismiss}><${Icon} name="close" /></button>`}</div>
     ${!outcome && !error && html`<div class="phases" role="progressbar"
       aria-label=${`Upload of ${title}`} aria-valuetext=${`${PHASES[at]?.[1] ?? phase}${progress
-      ? `, ${plural(progress.chunks, "chunk")}` : ""}`}>
+      ? `, ${plural(progress.chunks, "passage")}` : ""}`}>
       ${phases.map(([name, words], i) => html`<span
         class=${cls(i < at && "past", i === at && "now")}>${words}</span>`)}</div>
       <p class="tiny faint num">${progress ? `${plural(progress.documents,
-        "document")}, ${plural(progress.chunks, "chunk")}${progress.eta_s
+        "document")}, ${plural(progress.chunks, "passage")}${progress.eta_s
         ? `, about ${Math.ceil(progress.eta_s)} s left` : ""}` : "on its way"}</p>`}
-    ${outcome && html`<p class="small row"><${Icon} name="check" />${outcomeWords(outcome)}</p>
+    ${outcome && html`<p class=${cls("small row", isRefused(outcome) && "bad-text")}
+      role=${isRefused(outcome) ? "alert" : undefined}>
+      <${Icon} name=${isRefused(outcome) ? "warning" : "check"} />${outcomeWords(outcome)}</p>
       ${outcome.skipped.map((each) => html`<p class="small warn-text">${each.source}: ${each.reason}
       </p>`)}`}
     ${error && html`<p class="small bad-text" role="alert">${error.message}</p>`}</li>`;
