@@ -1,11 +1,14 @@
 """Chat: ask, stop, retry, edit, look at sources, come back later."""
 
+import json
 import re
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from worlds.browsing import Visiting
+from worlds.page_servers import bring
 from worlds.serving import KbServer
 
 DONE = '.message.answer[data-state="done"]'
@@ -139,3 +142,46 @@ def test_the_dial_says_what_it_trades_and_is_sent(
         assert body["reuse"] not in (None, "auto")
         assert (body["kb"], body["explain"]) == (notes, True)
         expect(page.locator(DONE)).to_be_visible()
+
+
+def test_passages_of_one_name_are_told_apart(visit: Visiting, empty: KbServer) -> None:
+    plain = " ".join(f"Pod {n} runs on a node of the cluster." for n in range(120))
+    bring(empty.url, "parts", "Report", plain)
+    ruled = "\n\n".join(f"## Rule {n} {{#r{n}}}\n\n{plain[:900]}" for n in range(3))
+    bring(empty.url, "sections", "Rules", ruled)
+    for kb, sign in (("parts", re.compile(r"Report\s*part \d")), ("sections", "Rules › Rule")):
+        with visit(empty.url) as v:
+            page = v.go("chat/new")
+            page.get_by_label("Knowledge base").select_option(kb)
+            ask(page, "where does a pod run?")
+            sources = page.locator(f"{DONE} .source")
+            expect(sources.filter(has_text=sign).nth(1)).to_be_visible()
+            shown = sources.all_inner_texts()
+            assert len({text.split("\n", 1)[-1] for text in shown}) == len(shown), shown
+            assert not any("{#" in text for text in shown)
+
+
+@pytest.mark.parametrize("exact", [20, 800])
+def test_an_answer_is_called_sooner_only_where_passages_were_reused(
+    visit: Visiting, tiny: KbServer, exact: int
+) -> None:
+    """How long an answer takes is not in a test's hands, so the reply is made in the browser."""
+    tokens = {"exact": exact, "reused": 0, "recomputed": 0, "computed": 1000 - exact}
+    timeline = {"queue": 1, "first_token": 999}
+    explain = {"timeline_ms": timeline, "full_ms": 1500, "tokens": tokens, "strategy": "prefix"}
+    events = [
+        {"id": "x", "choices": [{"delta": {"content": "Hello"}}]},
+        {"id": "x", "choices": [], "explain": {**explain, "ratio": 0}},
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+        ask(page, "hello?")
+        timing = page.locator(".timing")
+        expect(timing).to_contain_text("full prefill: about 1.50 s")
+        expect(timing).to_contain_text("exact")
+        expect(timing.get_by_text("1.5× sooner")).to_have_count(int(exact > 100))

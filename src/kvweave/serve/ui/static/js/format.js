@@ -32,6 +32,11 @@ export function times(factor) {
     : `${factor >= 10 ? Math.round(factor) : factor.toFixed(1)}×`;
 }
 
+/** Whether so much of a prompt was taken from the cache that this is why an answer came sooner: the
+ * few tokens in front of all passages are not. */
+export const hasSaved = ({ exact = 0, reused = 0, recomputed = 0, computed = 0 }) => (
+  exact + reused > 0.1 * (exact + reused + recomputed + computed));
+
 export function nats(value) {
   if (value === null || value === undefined) return "–";
   return value === 0 ? "0" : Math.abs(value) < 0.001 ? value.toExponential(1)

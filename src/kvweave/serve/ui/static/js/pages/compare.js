@@ -2,7 +2,7 @@
 import { changeText, cls, html } from "../html.js";
 import { stream } from "../api.js";
 import { marked } from "../diff.js";
-import { count, ms, nats, times, wayWords } from "../format.js";
+import { count, hasSaved, ms, nats, times, wayWords } from "../format.js";
 import { drawMarkdown } from "../markdown.js";
 import { link } from "../router.js";
 import { namedModel, settings, useModel } from "../session.js";
@@ -110,9 +110,6 @@ function Ways() {
     <${Icon} name="plus" />Add a way</button>`}`;
 }
 
-const hasReused = ({ done: { explain } }) => explain !== null
-  && explain.tokens.exact + explain.tokens.reused > 0;
-
 function Outcome({ ways, model, busy }) {
   const base = ways.find((way) => way.reuse === "full") ?? ways[0];
   const slowest = Math.max(...ways.map((way) => way.done?.ttft_ms ?? 0));
@@ -126,7 +123,7 @@ function Outcome({ ways, model, busy }) {
       ${wayWords(way.done.explain.strategy, way.done.explain.ratio)}</span>`}</header>
     <div class="way-time"><p class="num">${way.done ? html`<strong class="huge">
       ${ms(way.done.ttft_ms)}</strong> <span class="small quiet">to the first token</span> ${full
-      && hasReused(way) && way.done.ttft_ms < full ? html`<span class="chip good">
+      && way.done.explain && hasSaved(way.done.explain.tokens) && way.done.ttft_ms < full ? html`<span class="chip good">
       ${times(full / way.done.ttft_ms)} sooner</span>` : null}`
       : html`<span class="small faint" role="status">
       ${busy && at === current ? (way.text ? "answering …" : "prefilling …") : busy

@@ -1,7 +1,7 @@
 // Details of an answer: its passages, every token, a replay through the layers, its time and price.
 import { cls, html, useEffect, useMemo, useRef, useState } from "../html.js";
 import { useResource } from "../api.js";
-import { ago, bytes, count, ms, nats, percent, plural, times, wayWords } from "../format.js";
+import { ago, bytes, count, hasSaved, ms, nats, percent, plural, times, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { Gantt } from "../widgets/gantt.js";
@@ -290,7 +290,7 @@ function Figures({ answer }) {
       aria-label=${`${ms(took)} against an estimated ${ms(full)}`}>
       <span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>
       <span style=${{ width: `${(100 * full) / most}%` }}></span></div>
-      ${all > computed && full > took * 1.05 && html`<p class="small"><span class="chip good">
+      ${hasSaved(explain.tokens) && full > took * 1.05 && html`<p class="small"><span class="chip good">
         ${times(full / took)} sooner</span></p>`}`}
     <${TokensBar} tokens=${explain.tokens} legend=${true} />
     <dl class="facts small num">

@@ -1,7 +1,7 @@
 // A question and an answer as they stand in a chat.
 import { html, useCallback, useEffect, useRef, useState } from "../html.js";
 import { kbPath, useResource } from "../api.js";
-import { count, ms, times, wayWords } from "../format.js";
+import { count, hasSaved, ms, times, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { info } from "../session.js";
@@ -113,7 +113,7 @@ function Timing({ meta }) {
     <div class="timing-words small num"><span><strong>${ms(took)}</strong> to the first token</span>
       ${full ? html`<span class="quiet">full prefill: about ${ms(full)} <span
         class="faint">(estimate)</span></span>
-        ${all > computed && full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
+        ${hasSaved(tokens) && full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
     : html`<span class="faint">full prefill: not measured on this machine yet</span>`}
       ${meta.model && html`<span class="chip">${meta.model}</span>`}
       <span class="chip" title=${strategy}>${wayWords(strategy, ratio)}</span></div>

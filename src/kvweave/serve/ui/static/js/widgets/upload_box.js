@@ -102,7 +102,7 @@ function Upload({ upload: { id, title, total, phase, progress, outcome, error } 
     ${outcome && html`<p class=${cls("small row", isRefused(outcome) && "bad-text")}
       role=${isRefused(outcome) ? "alert" : undefined}>
       <${Icon} name=${isRefused(outcome) ? "warning" : "check"} />${outcomeWords(outcome)}</p>
-      ${outcome.skipped.map((each) => html`<p class="small warn-text">${each.source}: ${each.reason}
+      ${outcome.skipped.map((each) => html`<p class="small warn-text">${each.source.replace(/^upload:/, "")}: ${each.reason}
       </p>`)}`}
     ${error && html`<p class="small bad-text" role="alert">${error.message}</p>`}</li>`;
 }
