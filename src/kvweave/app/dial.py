@@ -23,8 +23,8 @@ DIAL = (
     DialPosition(
         "exact",
         "prefix",
-        "Answers as full prefill gives them, up to rounding. Only passages that stood in the very same "
-        "place before are not computed again.",
+        "Answers as full prefill gives them, up to rounding. Only passages that stood in the very "
+        "same place before are not computed again.",
         needs_chunks=False,
     ),
     DialPosition(
