@@ -169,7 +169,7 @@ QUOTED = [
         ("Kept for the last {} answers", "serve.ui.config:KEPT_ANSWERS"),
         ("`weave` at {:g} %", "app.dial:FAST_RATIO * 100"),
         (
-            "exact | `prefix` | every answer",
+            "exact | `prefix` | answers as full prefill gives them",
             "app.dial:[p.reuse for p in DIAL][0] == 'prefix'",
         ),
         ("auto | `auto` | the fastest way", "app.dial:DIAL[1].reuse == 'auto'"),

@@ -145,7 +145,7 @@ function KvState({ data }) {
       <div class="bar" role="progressbar" aria-label="Chunks with KV" aria-valuemin="0"
         aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span class="reused" style=${{ width: `${share * 100}%` }}></span></div>
-      ${(kv.why || kv.chunks_in_front > 0) && html`<details class="tiny quiet">
+      ${(kv.why || kv.chunks_in_front > 0) && html`<details class="more tiny quiet">
         <summary>More</summary>${kv.chunks_in_front > 0 && html`<p>${plural(kv.chunks_in_front,
         "chunk")} stored a second time, for prompts in which they stand first: exact there.</p>`}
         ${kv.why && html`<p>${kv.why}</p>`}</details>`}</div></section>`;

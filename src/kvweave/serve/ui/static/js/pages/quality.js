@@ -22,7 +22,7 @@ export function Quality() {
     <p class="quiet small">How much the model's choice of words moves when stored passages are
       reused, measured beside computing everything. 0: not at all. “auto” takes only ways that
       stay below the limit.</p>
-    <details class="tiny quiet"><summary>What is measured</summary>The mean KL divergence of the
+    <details class="more tiny quiet"><summary>What is measured</summary>The mean KL divergence of the
       next-token distributions to those of full prefill, in nats per token. The limit is the bound;
       what lets a way through is called the gate.</details></div>
     <${ModelPicker} shown=${true} /></header>

@@ -74,7 +74,7 @@ export function UploadBox({ kb, compact, done }) {
       <${Icon} name="upload" /><div class="stack tight"><p>
         <button class="link" type="button"
         onClick=${() => chooser.current.click()}>Choose files</button> or drop them here</p>
-      ${!compact && formats && html`<details class="tiny faint"><summary>PDF, Word, Markdown, HTML,
+      ${!compact && formats && html`<details class="more tiny faint"><summary>PDF, Word, Markdown, HTML,
         text, tables, code and more</summary><p>${formats.join(" ")}</p></details>`}</div>
       <input ref=${chooser} type="file" multiple hidden accept=${formats?.join(",")}
         aria-label="Files to upload" onChange=${(
