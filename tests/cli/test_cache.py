@@ -69,7 +69,7 @@ def test_verify_finds_damage_and_repair_moves_it_aside(tmp_path: Path) -> None:
     assert found["problems"][0]["key"] == make_key(1).hex()
     assert "checksum is wrong" in run("verify", "--store", tmp_path, exit_code=1).output
     run("verify", "--store", tmp_path, "--repair", exit_code=1)
-    assert len(tier.quarantined()) == 1
+    assert len(tier.quarantined_files()) == 1
     assert "2 ok" in run("verify", "--store", tmp_path).output
 
 
@@ -92,7 +92,7 @@ def test_gc_frees_by_size_context_and_age_and_a_dry_run_frees_nothing(tmp_path: 
     assert run_json(*limit, "--dry-run")["deleted"] == 2
     assert len(list(tier.scan())) == 3
     assert run_json(*limit)["freed_bytes"] == 3 * CHUNK_BYTES
-    assert (len(list(tier.scan())), tier.quarantined()) == (1, [])
+    assert (len(list(tier.scan())), tier.quarantined_files()) == (1, [])
     assert run_json("gc", "--store", tmp_path, "--max-age-days", 1)["deleted"] == 0
     context = make_context().context_id().hex()
     assert "1 objects" in run("gc", "--store", tmp_path, "--context", context).output

@@ -147,12 +147,12 @@ def test_all_objects_of_a_chunk_are_found_by_name_whoever_wrote_them(tier: Tier)
         tier.write(make_key(number), [make_chunk(number).view])
         tier.write(make_key(number, other_model), [b"x" * 4096])
     wanted = [tag_of(make_key(number)) for number in (1, 3, 9)]
-    found = tier.tagged(wanted)
+    found = tier.tagged_keys(wanted)
     assert len(found) == len(set(found))
     assert set(found) == {
         make_key(number, context) for number in (1, 3) for context in (None, other_model)
     }
-    assert tier.tagged([]) == []
+    assert tier.tagged_keys([]) == []
 
 
 def test_a_tier_that_can_be_used_says_so(tier: Tier) -> None:

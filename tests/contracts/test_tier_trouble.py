@@ -231,7 +231,7 @@ def test_an_unreadable_folder_is_left_out_and_named_once(
     for _ in range(2):
         found = {each.key for each in tier.scan()}
         assert found == ({good} if where.startswith("objects") else {good, bad})
-        tier.quarantined()
+        tier.quarantined_files()
     assert caplog.text.count("is left out") == 1
     with KVStore(StoreConfig(tiers=(DiskTierConfig(tmp_path),))) as store:
         assert store.peek([good])[0].residency is Residency.HERE
@@ -253,7 +253,7 @@ def test_quarantine_is_bounded(tmp_path: Path) -> None:
         tier.write(chunk.key, [chunk.view])
         tier.quarantine(chunk.key)
         time.sleep(0.01)
-    kept = [path.name[:64] for path in tier.quarantined()]
+    kept = [path.name[:64] for path in tier.quarantined_files()]
     assert sorted(kept) == sorted(make_key(i).hex() for i in (2, 3))
     assert tier.clear_quarantine() == 2 * CHUNK_BYTES
 
@@ -269,11 +269,13 @@ def test_quarantine_is_ordered_by_when_objects_were_put_aside(
         os.utime(next((tmp_path / "objects").rglob(f"{make_key(i).hex()}*")), (i, i))
     for i in order:
         roomy.quarantine(make_key(i))
-    assert [path.name[:64] for path in tier.quarantined()] == [make_key(i).hex() for i in order]
+    assert [path.name[:64] for path in tier.quarantined_files()] == [
+        make_key(i).hex() for i in order
+    ]
     tier.write(make_key(2), [make_chunk(2).view])
     os.utime(next((tmp_path / "objects").rglob(f"{make_key(2).hex()}*")), (0, 0))  # oldest of all
     tier.quarantine(make_key(2))
-    assert [path.name[:64] for path in tier.quarantined()] == [make_key(2).hex()]
+    assert [path.name[:64] for path in tier.quarantined_files()] == [make_key(2).hex()]
 
 
 def test_quarantine_that_another_process_clears_meanwhile_is_no_trouble(

@@ -126,7 +126,7 @@ def test_where_none_takes_requests_all_are_named() -> None:
     fleet = make_fleet(2)
     fleet.replicas[0].health = ReplicaHealth.DRAINING
     for _ in range(QUICK.breaker_failures):
-        fleet.replicas[1].breaker.failed("broken")
+        fleet.replicas[1].breaker.record_failure("broken")
     with pytest.raises(UpstreamError, match=r":1 is draining.*:2 is resting"):
         fleet.lease(prompt("a"))
 

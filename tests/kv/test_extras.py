@@ -286,7 +286,7 @@ def test_a_resting_tier_is_not_asked_for_extras(tmp_path: Path) -> None:
     with world.store as store:
         world.load()
         world.below.inner = FaultyTier(world.below.inner, FaultPlan(fail=1.0))
-        store.inventory.below[0].reads.failed("a test", at_once=True)
+        store.inventory.below[0].reads.record_failure("a test", at_once=True)
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.lost == {KEY: Miss.TIER_FAILED}

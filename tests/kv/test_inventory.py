@@ -13,26 +13,26 @@ def test_frequency_survives_eviction_but_the_book_is_bounded() -> None:
     book = UsageBook(max_keys=3)
     for _ in range(5):
         book.touch(make_key(0), 1.0, 10)
-    assert book.seen(make_key(0)).uses == 5
+    assert book.snapshot(make_key(0)).uses == 5
     for number in range(1, 4):
         book.touch(make_key(number), 1.0, 10)
-    assert book.seen(make_key(0)).uses == 0
+    assert book.snapshot(make_key(0)).uses == 0
 
 
 def test_an_unknown_cost_is_taken_as_the_mean_of_the_known() -> None:
     book = UsageBook()
-    book.computed(make_key(0), cost_s=2.0, num_tokens=100)
-    book.found(make_key(1), written_s=0.0, size_bytes=10)
-    assert book.seen(make_key(1)).cost_per_unit_s == pytest.approx(0.02)
+    book.record_computation(make_key(0), cost_s=2.0, num_tokens=100)
+    book.record_found(make_key(1), written_s=0.0, size_bytes=10)
+    assert book.snapshot(make_key(1)).cost_per_unit_s == pytest.approx(0.02)
 
 
 def test_what_was_found_on_disk_is_worth_what_computing_such_a_chunk_takes() -> None:
     book = UsageBook()
     book.touch(make_key(0), 1.0, 1000)
-    book.computed(make_key(0), 2.56, 256)
-    assert book.found(make_key(1), 1.0, 1000).cost_s == pytest.approx(2.56)
-    assert book.found(make_key(2), 1.0, 500).cost_s == pytest.approx(1.28)
-    assert book.seen(make_key(2)).cost_per_unit_s == pytest.approx(0.01)
+    book.record_computation(make_key(0), 2.56, 256)
+    assert book.record_found(make_key(1), 1.0, 1000).cost_s == pytest.approx(2.56)
+    assert book.record_found(make_key(2), 1.0, 500).cost_s == pytest.approx(1.28)
+    assert book.snapshot(make_key(2)).cost_per_unit_s == pytest.approx(0.01)
 
 
 def test_deletions_that_are_forgotten_count_for_what_is_older_and_not_known_to_be_there() -> None:

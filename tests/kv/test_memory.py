@@ -77,7 +77,7 @@ def test_memory_that_cannot_be_locked_is_used_unlocked_and_named(
 ) -> None:
     runtime = Runtime(failures=99)
     use(runtime, monkeypatch)
-    monkeypatch.setattr(memory_module, "_allocated", lambda size: None)
+    monkeypatch.setattr(memory_module, "_allocate_locked", lambda size: None)
     with caplog.at_level(logging.WARNING):
         memory = BufferPool(0, pinned=True).take(100)
     memory.view[:4] = b"kvw!"
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_registered_is_allocated_locked(
         asked.append(size)
         return torch.zeros(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(memory_module, "_allocated", allocated)
+    monkeypatch.setattr(memory_module, "_allocate_locked", allocated)
     memory = new_memory(5 << 20, pinned=True)
     memory.view[:4] = b"kvw!"
     assert bytes(memory.tensor[:4].numpy()) == b"kvw!"
@@ -135,7 +135,7 @@ def test_a_runtime_that_raises_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) 
     runtime = Runtime(failures=0)
     use(runtime, monkeypatch)
     monkeypatch.setattr(memory_module._LOCKER, "_stuck", [])
-    monkeypatch.setattr(memory_module, "_allocated", lambda size: None)
+    monkeypatch.setattr(memory_module, "_allocate_locked", lambda size: None)
     memory = new_memory(1 << 20, pinned=True)
     monkeypatch.setattr(runtime, "cudaHostUnregister", None)  # calling it is a TypeError
     del memory

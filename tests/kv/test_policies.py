@@ -49,8 +49,8 @@ def test_gdsf_prefers_small_things_and_pgdsf_has_size_divided_out() -> None:
 
 def test_the_clock_of_gdsf_never_falls_and_newcomers_start_at_it() -> None:
     policy = GDSF()
-    policy.left(5.0)
-    policy.left(3.0)
+    policy.record_eviction(5.0)
+    policy.record_eviction(3.0)
     assert policy.clock == 5.0
     assert policy.rank(make_usage()) > 5.0
 
@@ -59,7 +59,7 @@ def test_an_access_of_a_half_life_ago_counts_half() -> None:
     record = UsageRecord(size=1)
     record.touch(0.0)
     record.touch(HALF_LIFE_S)
-    assert record.seen().uses == 1.5
+    assert record.snapshot().uses == 1.5
 
 
 @pytest.mark.parametrize("later_s", [1.0, 1e4, 1e7])
@@ -94,9 +94,9 @@ def test_what_was_never_used_leaves_first_and_unknown_costs_leave_the_order_to_u
 
 def test_the_cost_per_unit_is_the_mean_over_misses() -> None:
     record = UsageRecord(size=1)
-    record.computed(1.0, 100)
-    record.computed(3.0, 100)
-    assert record.seen().cost_per_unit_s == pytest.approx(0.02)
+    record.record_computation(1.0, 100)
+    record.record_computation(3.0, 100)
+    assert record.snapshot().cost_per_unit_s == pytest.approx(0.02)
 
 
 def test_a_ranking_yields_the_lowest_that_may_leave_like_a_sorted_list() -> None:

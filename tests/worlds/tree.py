@@ -128,7 +128,7 @@ class World:
         assert self.pages_owned(HOST) == set(self.owner.tensors[HOST])
 
     def pages_owned(self, tier: TreeTier) -> set[int]:
-        nodes = [self.tree.root, *self.tree, *self.tree.doomed()]
+        nodes = [self.tree.root, *self.tree, *self.tree.doomed_nodes()]
         return {node.pages[tier].handle for node in nodes if tier in node.pages}
 
     def where(self) -> dict[tuple[str, ...], set[str]]:

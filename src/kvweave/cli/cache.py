@@ -80,7 +80,7 @@ def stat(store: Path, as_json: bool) -> None:
         "objects": sum(g["objects"] for g in groups.values()),
         "bytes": sum(g["bytes"] for g in groups.values()),
         "contexts": groups,
-        "quarantined": len(tier.quarantined()) if isinstance(tier, DiskTier) else 0,
+        "quarantined": len(tier.quarantined_files()) if isinstance(tier, DiskTier) else 0,
         "quarantined_bytes": _quarantined_bytes(tier),
         "temporaries": len(tier.temporaries()) if isinstance(tier, DiskTier) else 0,
     }

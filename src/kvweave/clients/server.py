@@ -177,7 +177,7 @@ class ServerClient:
                     return
                 event = _object(data, self.url)
                 if "error" in event:
-                    raise _failed(event, None, self.url)
+                    raise _failure_of(event, None, self.url)
                 yield event
         raise ServerFailed(f"{self.url} broke off in the middle of an answer; ask again")
 
@@ -204,7 +204,7 @@ class ServerClient:
             # one that is not read to its end keeps the socket, whatever becomes of the connection
             with reply:
                 if reply.status not in (200, 202):
-                    raise _failed(_object(reply.read(), self.url), reply.status, self.url)
+                    raise _failure_of(_object(reply.read(), self.url), reply.status, self.url)
                 try:
                     yield reply
                 except (OSError, http.client.HTTPException) as error:
@@ -246,7 +246,7 @@ def _object(data: bytes, url: str) -> Reply:
     return found
 
 
-def _failed(reply: Reply, status: int | None, url: str) -> ServerFailed:
+def _failure_of(reply: Reply, status: int | None, url: str) -> ServerFailed:
     error = reply.get("error")
     if not isinstance(error, dict):
         return ServerFailed(f"{url} answered with status {status}", status)

@@ -184,7 +184,7 @@ class ChunkPages:
         for chunk in empty:
             chunk.is_filled = True
             chunk.is_rounded = self.rounds or chunk.key in rounded
-            chunk.usage.computed(cost_s * chunk.num_tokens / num_tokens, chunk.num_tokens)
+            chunk.usage.record_computation(cost_s * chunk.num_tokens / num_tokens, chunk.num_tokens)
             if chunk.is_found and any(map(is_gone, chunk.ids)):
                 self._hide(chunk)
         self._counts["fills"] += len(empty)
@@ -195,7 +195,7 @@ class ChunkPages:
         if chunk.leases:
             return
         if chunk.is_found and chunk.is_filled:
-            rank = self._policy.rank(chunk.usage.seen())
+            rank = self._policy.rank(chunk.usage.snapshot())
             self._idle.set(chunk, rank, chunk.usage.last_access_s)
             return
         if chunk.is_found:
@@ -214,7 +214,7 @@ class ChunkPages:
         if found is None:
             return False
         chunk, rank = found
-        self._policy.left(rank)
+        self._policy.record_eviction(rank)
         self._idle.remove(chunk)
         del self._found[chunk.name]
         self._usage[chunk.name] = chunk.usage

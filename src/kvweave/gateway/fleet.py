@@ -85,14 +85,14 @@ class ReplicaLease:
 
     def succeeded(self) -> None:
         self._is_told = True
-        self.replica.breaker.succeeded()
+        self.replica.breaker.record_success()
         self._fleet.count("answered", self.replica)
 
     def failed(self, failure: UpstreamFailed) -> None:
         """It did not answer. A replica that is busy or stopping is not broken."""
         if failure.status not in (429, 503):
             self._is_told = True
-            self.replica.breaker.failed(str(failure))
+            self.replica.breaker.record_failure(str(failure))
         self._fleet.count("failed", self.replica)
 
     def give_back(self, exchange: Exchange | None = None) -> None:
@@ -108,7 +108,7 @@ class ReplicaLease:
         """Likewise, of the lease."""
         was, self._is_back = self._is_back, True
         if not was and not self._is_told:
-            self.replica.breaker.undecided()  # or a replica whose probe was cut would rest for ever
+            self.replica.breaker.record_no_result()  # or a replica whose probe was cut would rest for ever
         return not was
 
 

@@ -46,7 +46,7 @@ def ingest(
         reader.take_all(sources)
         window.flush()
         if options.prune:
-            _prune(kb, reader.gone(), tally)
+            _prune(kb, reader.missing_sources(), tally)
         tally.tell("index")
         kb.catalogue.drop_unused_vectors()
         kb.publish()
@@ -80,7 +80,7 @@ def _encode(kb: KnowledgeBase, encoder: Encoder, tally: Tally, only: list[ChunkI
         return
     tally.begin_kv(work)
     for chunks in batches():
-        encoder.encode(chunks, tally.made_kv)
+        encoder.encode(chunks, tally.count_kv)
 
 
 def _orphans(kb: KnowledgeBase, tally: Tally) -> list[ChunkId]:

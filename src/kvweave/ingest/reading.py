@@ -65,7 +65,7 @@ class SourceReader:
                 for item in self._find(source):
                     self._take(item)
 
-    def gone(self) -> list[str]:
+    def missing_sources(self) -> list[str]:
         """Sources of earlier runs below the folders of this one whose file is no longer there."""
         return [
             source
@@ -89,7 +89,7 @@ class SourceReader:
     def _take(self, item: _Item) -> None:
         match item:
             case Skipped():
-                self._tally.skipped(item)
+                self._tally.record_skipped(item)
             case Ignored():
                 self._tally.ignored_files += 1
             case TextSource():
@@ -132,7 +132,7 @@ class SourceReader:
     def _ticking(self, source: str) -> Callable[[], None]:
         """To be called while a source is read: the caller of the ingest hears of it, and can end it
         by an EngineClosed."""
-        return lambda: self._tally.still_reading(source)
+        return lambda: self._tally.tell_reading(source)
 
     def _take_text(self, item: TextSource) -> None:
         said = check_metadata({**self._metadata, **item.metadata})

@@ -89,9 +89,9 @@ class Tally:
         self._started_s = self._told_s = time.monotonic()
 
     def skip(self, source: str, error: Exception) -> None:
-        self.skipped(Skipped(source, reason_of(error)))
+        self.record_skipped(Skipped(source, reason_of(error)))
 
-    def skipped(self, item: Skipped) -> None:
+    def record_skipped(self, item: Skipped) -> None:
         self._skipped.append(item)
 
     def tell(self, phase: Phase, source: str = "", embedded_bytes: int = 0) -> None:
@@ -108,7 +108,7 @@ class Tally:
                 )
             )
 
-    def still_reading(self, source: str) -> None:
+    def tell_reading(self, source: str) -> None:
         """As `tell`, for one that calls very often: it says so a few times a second."""
         now_s = time.monotonic()
         if now_s - self._told_s >= TOLD_S:
@@ -120,7 +120,7 @@ class Tally:
         self.kv_total, self._kv_started_s = work, time.monotonic()
         self._tell_kv()
 
-    def made_kv(self, work: EncodeWork) -> None:
+    def count_kv(self, work: EncodeWork) -> None:
         """Some of it was."""
         self.kv = self.kv.plus(work)
         self._tell_kv()

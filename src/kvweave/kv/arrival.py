@@ -40,7 +40,7 @@ class Patience:
 
 
 class ArrivalOwner(Protocol):
-    """What the store does for an arrival. Called with no lock held, on IO threads; `failed` also on
+    """What the store does for an arrival. Called with no lock held, on IO threads; `report_failure` also on
     a thread that waited for too long."""
 
     def land(self, arrival: "Arrival", header: Header) -> Landing:
@@ -59,7 +59,7 @@ class ArrivalOwner(Protocol):
         """Put an extra that came late, checked and with its padding, into memory."""
         ...
 
-    def failed(self, arrival: "Arrival", miss: Miss, detail: str) -> None:
+    def report_failure(self, arrival: "Arrival", miss: Miss, detail: str) -> None:
         """It will not come, or an extra of it will not; `detail` says why in words."""
         ...
 
@@ -116,7 +116,7 @@ class Arrival:
         self._ready: list[bool] = []
         self._awaited: list[int] = []  # layers that some thread waits for, one each
 
-    def opened(self) -> tuple[Header, Landing]:
+    def header_and_landing(self) -> tuple[Header, Landing]:
         """Header and memory of an arrival that is open."""
         assert self.header is not None
         assert self.landing is not None
@@ -138,7 +138,7 @@ class Arrival:
         while True:
             # without the lock: entries only ever turn True, and readers must not slow each other
             if layer < len(self._ready) and self._ready[layer]:  # outlives a later failure
-                header, landing = self.opened()
+                header, landing = self.header_and_landing()
                 return layer_of(header, landing.memory, layer)
             with self.changed:
                 if layer < len(self._ready) and self._ready[layer]:
@@ -165,21 +165,21 @@ class Arrival:
         ready = self._ready
         if not ready or not all(ready):
             return None
-        header, landing = self.opened()
+        header, landing = self.header_and_landing()
         return layers_of(header, landing.memory)
 
     def named_extra(self, name: str) -> memoryview | None:
         """A named extra, checked and read-only; None if it is not there, or not there yet."""
         if name not in self.held:
             return None
-        header, landing = self.opened()
+        header, landing = self.header_and_landing()
         return extra_of(header, landing.memory, name)
 
     def named_tensor(self, name: str) -> Tensor | None:
         """As `named_extra`, to copy from."""
         if name not in self.held:
             return None
-        header, landing = self.opened()
+        header, landing = self.header_and_landing()
         return extra_tensor(header, landing.memory, name)
 
     def has_extras(self, names: Collection[str]) -> bool:
@@ -283,7 +283,7 @@ class Arrival:
                 return
             self._failure = miss
             self.changed.notify_all()
-        self.owner.failed(self, miss, detail)
+        self.owner.report_failure(self, miss, detail)
 
     def bytes_left(self, extras: Collection[str]) -> int:
         """What is still to come with these extras, as the header says. The lock is held."""

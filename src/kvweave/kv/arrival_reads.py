@@ -181,7 +181,7 @@ class ArrivalReads:
             self._spans_left = self._order.plan(header, self._tier.best_read_bytes)
             num_jobs = self._due_jobs()
         if damaged:
-            arrival.owner.failed(arrival, Miss.CORRUPT, "; ".join(damaged.values()))
+            arrival.owner.report_failure(arrival, Miss.CORRUPT, "; ".join(damaged.values()))
         self._launch_reads(num_jobs)
 
     def _take_front(
@@ -242,7 +242,7 @@ class ArrivalReads:
     def _read(self, span: ReadSpan) -> None:
         """Read, check and show one span."""
         arrival, reader = self.arrival, self._reader
-        header, landing = arrival.opened()
+        header, landing = arrival.header_and_landing()
         assert reader is not None
         view = landing.memory.view
         reader.read(span.start_byte, view[span.start_byte : span.end_byte])
@@ -283,7 +283,7 @@ class ArrivalReads:
         except TierError as error:
             with self._changed:
                 arrival.lose({name: _miss_of(error)})
-            arrival.owner.failed(arrival, _miss_of(error), str(error))
+            arrival.owner.report_failure(arrival, _miss_of(error), str(error))
             return
         arrival.owner.fill(arrival, name, data)
         with self._changed:

@@ -58,7 +58,7 @@ class Breaker:
             self._probing = True
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         with self._lock:
             was_open = self._open_until is not None
             self._failures, self._open_until, self._probing = 0, None, False
@@ -66,13 +66,13 @@ class Breaker:
         if was_open:
             log.warning("%s work again", self._what)
 
-    def undecided(self) -> None:
+    def record_no_result(self) -> None:
         """A call ended and told nothing: it was cancelled, or refused for another reason. If it was
         the probe, the next caller is."""
         with self._lock:
             self._probing = False
 
-    def failed(self, reason: str, *, at_once: bool = False) -> None:
+    def record_failure(self, reason: str, *, at_once: bool = False) -> None:
         """One failure. `at_once` opens without waiting for more: for calls that never returned."""
         with self._lock:
             self._failures += 1

@@ -133,7 +133,7 @@ class UsageBook:
         record.touch(now_s)
         return self._usage(key, record)
 
-    def found(self, key: ChunkKey, written_s: float, size_bytes: int) -> ItemUsage:
+    def record_found(self, key: ChunkKey, written_s: float, size_bytes: int) -> ItemUsage:
         """An object from an earlier life: counts as one access when it was written."""
         record = self._record(key)
         record.size = size_bytes
@@ -141,10 +141,10 @@ class UsageBook:
             record.touch(written_s)
         return self._usage(key, record)
 
-    def computed(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
+    def record_computation(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
         """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
         record = self._record(key)
-        record.computed(cost_s, num_tokens)
+        record.record_computation(cost_s, num_tokens)
         if record.size:
             self._num_sized_costs += 1
             mean_s = self._mean_cost_per_byte_s
@@ -156,11 +156,11 @@ class UsageBook:
         """What is of this context gives way from now on."""
         self._giving_way.add(context)
 
-    def seen(self, key: ChunkKey) -> ItemUsage:
+    def snapshot(self, key: ChunkKey) -> ItemUsage:
         return self._usage(key, self._record(key))
 
     def _usage(self, key: ChunkKey, record: UsageRecord) -> ItemUsage:
-        usage = record.seen()
+        usage = record.snapshot()
         if not record.misses:
             cost_s = self._mean_cost_per_byte_s * record.size
             usage = usage._replace(cost_s=cost_s, cost_per_unit_s=self._mean_cost_s)
@@ -206,7 +206,7 @@ class RemovedChunks:
         """From now on `known` says which of some chunks exist; until then none does."""
         self._known = known
 
-    def known(self, chunk_ids: Collection[str]) -> Collection[str]:
+    def existing(self, chunk_ids: Collection[str]) -> Collection[str]:
         """Which of these exist. May block on IO."""
         return self._known(chunk_ids)
 
@@ -235,7 +235,7 @@ class RemovedChunks:
         died = {name: when for name, when in died.items() if when > since}
         if not died:
             return False
-        if not died.keys() <= set(self.known(list(died))):
+        if not died.keys() <= set(self.existing(list(died))):
             return True
         with self._lock:
             for name, when in died.items():
@@ -290,7 +290,7 @@ class Inventory:
             self.usage.give_way(context)
             for budget in self.budgets():
                 for key in [key for key in budget if context_of(key) == context]:
-                    budget.touch(key, self.usage.seen(key))
+                    budget.touch(key, self.usage.snapshot(key))
 
     def budgets(self) -> list[TierBudget]:
         return [slot.budget for slot in self.slots if slot.budget is not None]
@@ -303,10 +303,10 @@ class Inventory:
         return entry.pins == 0 and entry.doomed and slot.budget.has(key, entry)
 
     def take_off(self, slot: TierSlot, key: ChunkKey) -> int:
-        """Off the books; give `freed` the size when the bytes are gone. Lock is held."""
+        """Off the books; give `release_bytes` the size when the bytes are gone. Lock is held."""
         return slot.budget.take_off(key) if slot.budget is not None and key in slot.budget else 0
 
-    def freed(self, slot: TierSlot, size_bytes: int) -> None:
+    def release_bytes(self, slot: TierSlot, size_bytes: int) -> None:
         """Bytes that `take_off` named are gone."""
         if slot.budget is not None and size_bytes:
             with self.lock:
@@ -315,7 +315,7 @@ class Inventory:
     def put_back(self, budget: TierBudget, key: ChunkKey, size_bytes: int) -> None:
         """Book what could not be deleted, as good as gone. Lock is held."""
         if size_bytes <= budget.free_bytes and key not in budget:
-            budget.add(key, size_bytes, self.usage.seen(key), reserved=False).doomed = True
+            budget.add(key, size_bytes, self.usage.snapshot(key), reserved=False).doomed = True
 
     @contextmanager
     def turn_of(self, slot: TierSlot, key: ChunkKey) -> Iterator[bool]:

@@ -51,9 +51,9 @@ class KeyContext:
     layout_version: int = LAYOUT_VERSION
 
     def context_id(self) -> ContextId:
-        return _begun(self)[0]
+        return _begin_hashes(self)[0]
 
-    def encoded(self) -> list[bytes]:
+    def encode_fields(self) -> list[bytes]:
         encoded: list[bytes] = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -72,22 +72,22 @@ def make_chunk_key(
     `behind` names the chunks it was computed behind, in order. They are part of the content id
     alone: a context of its own for each chunk would be a folder of its own on disk.
     """
-    context_id, begun = _begun(context)
+    context_id, begun = _begin_hashes(context)
     ids = _ids_bytes(token_ids)
-    content = _updated(begun.copy(), ids, *(name.encode() for name in behind)).digest()
+    content = _add_fields(begun.copy(), ids, *(name.encode() for name in behind)).digest()
     # the hash that corpus/chunker.py names chunks by: tests/kv/test_keys.py holds the two together
     chunk_id = hashlib.blake2b(ids, digest_size=_CHUNK_ID_BYTES).digest()
     return ChunkKey(context_id + chunk_id[:TAG_BYTES] + content)
 
 
 @lru_cache(maxsize=256)  # a plan names every chunk of its prompt in several contexts
-def _begun(context: KeyContext) -> tuple[ContextId, "hashlib.blake2b"]:
+def _begin_hashes(context: KeyContext) -> tuple[ContextId, "hashlib.blake2b"]:
     """The id of a context, and the hash of a chunk in it as far as its own tokens."""
-    fields = context.encoded()
+    fields = context.encode_fields()
     named = hashlib.blake2b(digest_size=CONTEXT_BYTES)
-    context_id = ContextId(_updated(named, b"kvweave context 2", *fields).digest())
+    context_id = ContextId(_add_fields(named, b"kvweave context 2", *fields).digest())
     content = hashlib.blake2b(digest_size=KEY_BYTES - _TAG_END)
-    return context_id, _updated(content, b"kvweave chunk", *fields)
+    return context_id, _add_fields(content, b"kvweave chunk", *fields)
 
 
 def context_of(key: ChunkKey) -> ContextId:
@@ -118,7 +118,7 @@ def parse_key(text: str) -> ChunkKey | None:
     return ChunkKey(raw) if len(raw) == KEY_BYTES and text == raw.hex() else None
 
 
-def _updated(state: "hashlib.blake2b", *parts: bytes) -> "hashlib.blake2b":
+def _add_fields(state: "hashlib.blake2b", *parts: bytes) -> "hashlib.blake2b":
     """A hash with more fields in it. Each carries its length, so no two lists look alike."""
     for part in parts:
         state.update(struct.pack("<Q", len(part)))

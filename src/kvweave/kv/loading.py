@@ -244,10 +244,10 @@ class Loader:
         return self._inventory.removed.covers(provenance_in(header, memory), since=0)
 
     def complete(self, arrival: Arrival) -> None:
-        header, landing = arrival.opened()
+        header, landing = arrival.header_and_landing()
         num_bytes = header.bytes_with(arrival.front)
         self._metrics.count("kv_bytes_loaded_total", num_bytes, tier=arrival.tier_name)
-        self._inventory.by_name[arrival.tier_name].reads.succeeded()
+        self._inventory.by_name[arrival.tier_name].reads.record_success()
         source = arrival.record.source
         since = 0 if source is None else source.since
         of = provenance_in(header, landing.memory)
@@ -274,7 +274,7 @@ class Loader:
     def fill(self, arrival: Arrival, name: str, data: memoryview) -> None:
         """An extra came when the object was open already: into its place, if that is still empty.
         Several arrivals may bring it into one object of the host tier, so that is decided here."""
-        header, landing = arrival.opened()
+        header, landing = arrival.header_and_landing()
         with self._lock:
             if arrival.record.kept is not None:
                 self._host_objects.fill(arrival.key, arrival.record.kept, name, data)
@@ -283,7 +283,7 @@ class Loader:
                 landing.memory.view[offset : offset + len(data)] = data
             arrival.held |= {name}
         self._metrics.count("kv_bytes_loaded_total", len(data), tier=arrival.tier_name)
-        self._inventory.by_name[arrival.tier_name].reads.succeeded()
+        self._inventory.by_name[arrival.tier_name].reads.record_success()
 
     def idle(self, arrival: Arrival) -> bool:
         """No read is under way. If no lease uses the arrival either, its memory goes."""
@@ -308,7 +308,7 @@ class Loader:
             self._staging.give_back(landing.memory)
         return True
 
-    def failed(self, arrival: Arrival, miss: Miss, detail: str) -> None:
+    def report_failure(self, arrival: Arrival, miss: Miss, detail: str) -> None:
         """It will not come, or an extra of it, which loads that want no such extra need not know. A
         damaged object goes in either case, so that the chunk is computed and saved whole."""
         self._metrics.count("kv_misses_total", reason=miss.value)
@@ -337,7 +337,7 @@ class Loader:
             case Miss.TIER_FAILED | Miss.TOO_SLOW:
                 log.info("%s did not come: %s", name, detail)
                 self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="read")
-                slot.reads.failed(detail, at_once=miss is Miss.TOO_SLOW)
+                slot.reads.record_failure(detail, at_once=miss is Miss.TOO_SLOW)
 
     def _put_aside(self, arrival: Arrival) -> None:
         """Take what an arrival was read from out of sight if it is damaged. Once."""

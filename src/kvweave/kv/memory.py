@@ -47,10 +47,10 @@ def new_memory(size_bytes: int, *, pinned: bool) -> Memory:
     if size_bytes == 0:
         return Memory(torch.empty(0, dtype=torch.uint8), memoryview(bytearray()))
     if pinned:
-        view = _registered(size_bytes)
+        view = _register_pages(size_bytes)
         if view is not None:
             return Memory(torch.frombuffer(view, dtype=torch.uint8), view)
-        tensor = _allocated(size_bytes)
+        tensor = _allocate_locked(size_bytes)
         if tensor is not None:
             return Memory(tensor, tensor.numpy().data)
         _say_unlocked(size_bytes)
@@ -65,7 +65,7 @@ def _new_pages(size_bytes: int) -> mmap.mmap:
     return pages
 
 
-def _registered(size_bytes: int) -> memoryview | None:
+def _register_pages(size_bytes: int) -> memoryview | None:
     """Fresh pages, locked for as long as a view of them lives. None: the system refuses.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
@@ -80,7 +80,7 @@ def _registered(size_bytes: int) -> memoryview | None:
     return holder.data
 
 
-def _allocated(size_bytes: int) -> Tensor | None:
+def _allocate_locked(size_bytes: int) -> Tensor | None:
     """Locked memory as the driver allocates it. Where pages have to be moved before they can be
     locked (memory that was plugged in later) registering fails and this does not."""
     try:

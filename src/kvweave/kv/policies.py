@@ -42,7 +42,7 @@ class ItemUsage(NamedTuple):
 
 
 class Policy(Protocol):
-    """Ranks things of one tier. Pure but for the clock that `left` moves."""
+    """Ranks things of one tier. Pure but for the clock that `record_eviction` moves."""
 
     @property
     def clock(self) -> float:
@@ -53,7 +53,7 @@ class Policy(Protocol):
         """Higher is worth more. Called when a thing enters and on each access."""
         ...
 
-    def left(self, rank: float) -> None:
+    def record_eviction(self, rank: float) -> None:
         """A thing of this rank was evicted (not deleted by its owner)."""
         ...
 
@@ -77,14 +77,14 @@ class UsageRecord:
         self.uses += 1
         self.last_access_s = now_s
 
-    def computed(self, cost_s: float, units: int) -> None:
+    def record_computation(self, cost_s: float, units: int) -> None:
         """It was not there and had to be computed: `units` of it in `cost_s` seconds."""
         assert units > 0, "nothing was computed"
         self.cost_s = cost_s
         self.misses += 1
         self.cost_per_unit_s += (cost_s / units - self.cost_per_unit_s) / self.misses
 
-    def seen(self) -> ItemUsage:
+    def snapshot(self) -> ItemUsage:
         return ItemUsage(
             self.uses, self.last_access_s, self.size, self.cost_s, self.cost_per_unit_s
         )
@@ -99,7 +99,7 @@ class LRU:
     def rank(self, usage: ItemUsage) -> float:
         return usage.last_access_s
 
-    def left(self, rank: float) -> None:
+    def record_eviction(self, rank: float) -> None:
         """Recency needs no clock of its own."""
 
 
@@ -112,7 +112,7 @@ class LFU:
     def rank(self, usage: ItemUsage) -> float:
         return usage.uses
 
-    def left(self, rank: float) -> None:
+    def record_eviction(self, rank: float) -> None:
         """Frequency needs no clock of its own."""
 
 
@@ -128,7 +128,7 @@ class GDSF:
     def rank(self, usage: ItemUsage) -> float:
         return self.clock + usage.uses * usage.cost_s / max(1, usage.size)
 
-    def left(self, rank: float) -> None:
+    def record_eviction(self, rank: float) -> None:
         self.clock = max(self.clock, rank)
 
 
@@ -149,7 +149,7 @@ class PGDSF:
     def rank(self, usage: ItemUsage) -> float:
         return usage.heat + math.log2(max(usage.cost_per_unit_s, LEAST_COST_S))
 
-    def left(self, rank: float) -> None:
+    def record_eviction(self, rank: float) -> None:
         """Accesses age by themselves."""
 
 

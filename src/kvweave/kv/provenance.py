@@ -73,7 +73,7 @@ def find_tagged(
     others = {tag for each in behind if (tag := make_tag(each)) is not None} - own
     is_wanted = carries(chunk_ids)
     found = []
-    for key in tier.tagged(own | others):
+    for key in tier.tagged_keys(own | others):
         if tag_of(key) not in own:
             try:
                 provenance = _provenance(tier, key)
@@ -88,7 +88,7 @@ def find_tagged(
 def provenance_in(header: Header, memory: Memory) -> Provenance | None:
     """Of an object in memory that has these extras. None: it does not say."""
     found = [extra_of(header, memory, name) for name in (CHUNK, BEHIND)]
-    return _said(*(None if data is None else _decoded(data) for data in found))
+    return _make_provenance(*(None if data is None else _decode(data) for data in found))
 
 
 def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
@@ -104,14 +104,14 @@ def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
         return None
     finally:
         reader.close()
-    return _said(chunk, behind)
+    return _make_provenance(chunk, behind)
 
 
-def _said(chunk: str | None, behind: str | None) -> Provenance | None:
+def _make_provenance(chunk: str | None, behind: str | None) -> Provenance | None:
     return None if chunk is None else Provenance(chunk, tuple((behind or "").split()))
 
 
-def _decoded(data: memoryview) -> str:
+def _decode(data: memoryview) -> str:
     return bytes(data).decode(errors="replace")
 
 
@@ -123,4 +123,4 @@ def _extra(reader: Reader, header: Header, name: str) -> str | None:
     span = new_memory(padded, pinned=False).view[:padded]
     reader.read(section.offset, span)
     check_section(header, name, section, span)
-    return _decoded(span[: section.size_bytes])
+    return _decode(span[: section.size_bytes])

@@ -81,7 +81,7 @@ class Remover:
         if is_over.wait(0.0 if hangs else DELETE_S):
             return said[0] if said else None
         self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
-        slot.writes.failed(f"a delete takes longer than {DELETE_S:g} s", at_once=True)
+        slot.writes.record_failure(f"a delete takes longer than {DELETE_S:g} s", at_once=True)
         return None
 
     def _delete_below(self, slot: TierSlot, key: ChunkKey) -> bool:
@@ -147,7 +147,7 @@ class Remover:
             if not slot.is_booked:
                 slot.unbooked_deletes.add(key)
         was_here = self.delete_quietly(slot, key)
-        self._inventory.freed(slot, size)
+        self._inventory.release_bytes(slot, size)
         if was_here is None and size and slot.budget is not None:
             with self._lock:
                 self._inventory.put_back(slot.budget, key, size)
@@ -159,7 +159,7 @@ class Remover:
             return slot.tier.delete(key)
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="delete")
-            slot.writes.failed(str(error))
+            slot.writes.record_failure(str(error))
             return None
 
     def quarantine(self, slot: TierSlot, key: ChunkKey, entry: TierEntry | None) -> None:
@@ -184,8 +184,8 @@ class Remover:
                     self._metrics.count("kv_quarantined_total", tier=slot.name)
             except TierError as error:
                 self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="quarantine")
-                slot.writes.failed(str(error))
-            self._inventory.freed(slot, size)
+                slot.writes.record_failure(str(error))
+            self._inventory.release_bytes(slot, size)
 
     def _is_whole(self, slot: TierSlot, key: ChunkKey) -> bool:
         """Whether an object that was found damaged is not, at a second look."""

@@ -73,7 +73,7 @@ class HostObjects:
             return None
         tier.keep(key, memory, header.total_bytes, is_whole=not lacks)
         size = tier.footprint(header.total_bytes)
-        entry = budget.add(key, size, self._usage.seen(key), reserved=True)
+        entry = budget.add(key, size, self._usage.snapshot(key), reserved=True)
         entry.header, entry.memory = header, memory
         entry.lacks, entry.origin = lacks, origin
         return entry
@@ -207,7 +207,7 @@ class Saver:
         with self._lock:
             if budget.reserve(size_bytes):
                 return True
-            victims = budget.evict_for(size_bytes, self._inventory.usage.seen(key))
+            victims = budget.evict_for(size_bytes, self._inventory.usage.snapshot(key))
             if is_host:
                 leaving = self._detach([victim for victim, _ in victims or ()])
         if victims is None:
@@ -302,22 +302,22 @@ class Saver:
             self._inventory.count_dropped(slot, "tier rests after failures")
             return False
         if budget is not None and not self._make_room(slot, key, size):
-            slot.writes.succeeded()  # no room is no failure, should this have been the probe
+            slot.writes.record_success()  # no room is no failure, should this have been the probe
             return False
         kept = False
         try:
             kept = slot.tier.write(key, [packed.view])
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
-            slot.writes.failed(str(error))
+            slot.writes.record_failure(str(error))
         else:
-            slot.writes.succeeded()
+            slot.writes.record_success()
             if not kept:
                 self._say_full(slot)
         if budget is not None:
             with self._lock:
                 if kept:
-                    usage = self._inventory.usage.seen(key)
+                    usage = self._inventory.usage.snapshot(key)
                     self._note_written(budget.add(key, size, usage, reserved=True), packed)
                 else:
                     budget.unreserve(size)
@@ -345,7 +345,7 @@ class Saver:
 
     def _write_hangs(self, slot: TierSlot, deadline_s: float) -> None:
         self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
-        slot.writes.failed(f"a write takes longer than {deadline_s:g} s", at_once=True)
+        slot.writes.record_failure(f"a write takes longer than {deadline_s:g} s", at_once=True)
 
     def _say_full(self, slot: TierSlot) -> None:
         self._inventory.count_dropped(slot, "no room")
@@ -356,7 +356,7 @@ class Saver:
                 slot.name,
             )
 
-    def written(self) -> list[tuple[ChunkKey, Provenance]]:
+    def written_provenances(self) -> list[tuple[ChunkKey, Provenance]]:
         """Whose text the objects are that this process has written below the host tier, or is about
         to write. What is on its way there and with no writer yet is not written at all: it is not
         known whose it is. Lock is held."""

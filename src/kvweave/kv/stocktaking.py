@@ -40,7 +40,7 @@ class StockTaker:
             if slot.is_booked or not slot.reads.allows():
                 continue
             if not slot.pool.submit(partial(self._take, slot)):  # closed
-                slot.reads.undecided()
+                slot.reads.record_no_result()
 
     def _take(self, slot: TierSlot) -> None:
         """Book what a tier holds; evict what exceeds the budget."""
@@ -52,7 +52,7 @@ class StockTaker:
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="scan")
             why = f"{error}. It is used again, without a restart, as soon as it can be listed"
-            slot.reads.failed(why, at_once=True)
+            slot.reads.record_failure(why, at_once=True)
             return
         surplus: list[tuple[ChunkKey, int]] = []
         for start in range(0, len(found), _BATCH):  # newest first: the oldest do not fit
@@ -68,11 +68,11 @@ class StockTaker:
         with self._lock:
             slot.is_booked = True
             slot.unbooked_deletes.clear()
-        slot.reads.succeeded()
+        slot.reads.record_success()
 
     def _book(self, budget: TierBudget, found: StoredObject) -> bool:
         """False: there is no room for it. Lock is held."""
-        usage = self._inventory.usage.found(found.key, found.written_s, found.size_bytes)
+        usage = self._inventory.usage.record_found(found.key, found.written_s, found.size_bytes)
         if found.size_bytes > budget.free_bytes:
             return False
         budget.add(found.key, found.size_bytes, usage, reserved=False)

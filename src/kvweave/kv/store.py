@@ -157,7 +157,7 @@ class KVStore:
             self.inventory.usage.touch(packed.key, time.time(), packed.header.total_bytes)
             if cost_s is not None:
                 tokens = max(1, packed.header.shape.num_tokens)
-                self.inventory.usage.computed(packed.key, cost_s, tokens)
+                self.inventory.usage.record_computation(packed.key, cost_s, tokens)
         ticket = SaveTicket()
         in_host = self._saver.save_to_host(packed)
         for slot in self.inventory.below:
@@ -207,11 +207,11 @@ class KVStore:
         with self._lock:
             removed.add(chunk_ids)
             self._active.disown_all()  # whose text they bring is not known yet
-            found = self._saver.written()
+            found = self._saver.written_provenances()
         found += self._saver.host_objects.provenances()
         if chunk_ids is None:
             names = {name for _, of in found for name in (of.chunk, *of.behind)}
-            chunk_ids = names.difference(removed.known(names))
+            chunk_ids = names.difference(removed.existing(names))
         is_wanted = carries(chunk_ids)
         return self.delete(key for key, of in found if is_wanted(of))
 
@@ -223,7 +223,7 @@ class KVStore:
         found: dict[ChunkKey, None] = {}
         for slot in self.inventory.slots:
             try:
-                found.update(dict.fromkeys(slot.tier.tagged(tags)))
+                found.update(dict.fromkeys(slot.tier.tagged_keys(tags)))
             except TierError as error:
                 self.metrics.count("kv_tier_errors_total", tier=slot.name, verb="list")
                 log.warning("chunk KV that was deleted may be left in %s: %s", slot.name, error)

@@ -141,7 +141,7 @@ class TierBudget:
         for key, _ in victims:
             self._remove(key)
         if victims:
-            self._policy.left(highest)
+            self._policy.record_eviction(highest)
         self.reserved_bytes += size_bytes + self._surplus(size_bytes, freed)
         return victims
 

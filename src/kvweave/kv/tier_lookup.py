@@ -95,10 +95,10 @@ class Locator:
         answers, trouble = inquiry.wait(self._deadline_s)
         is_open = len(answers) < len(asked)
         if trouble is None or (is_open and self._gets_on(slot)):
-            slot.reads.succeeded()
+            slot.reads.record_success()
         else:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="size")
-            slot.reads.failed(trouble, at_once=is_open)
+            slot.reads.record_failure(trouble, at_once=is_open)
         until_s = time.monotonic() + _MEMO_S
         with self._lock:
             if len(self._memo) > 1 << 16:

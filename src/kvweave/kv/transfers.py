@@ -173,7 +173,7 @@ class Transfer:
 
     def headers(self) -> dict[ChunkKey, Header]:
         """Shape, codec and number of layers of every chunk. Blocks until all are known."""
-        return self._known(())
+        return self._wait_headers(())
 
     def sizes(self) -> dict[ChunkKey, int]:
         """Bytes of every chunk as it is read: without extras that were not asked for. Blocks as
@@ -200,7 +200,7 @@ class Transfer:
     def wait_extras(self) -> Collection[ChunkKey]:
         """Block until the headers and the extras that were asked for are there, not for any layer.
         Returns the chunks that came; the others are in `lost`."""
-        return self._known(self._extras)
+        return self._wait_headers(self._extras)
 
     def extras(self, name: str) -> dict[ChunkKey, memoryview]:
         """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
@@ -222,7 +222,7 @@ class Transfer:
         found = {key: self._chunks[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
-    def _known(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
+    def _wait_headers(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
         """The headers of all chunks that are not lost, once these extras are there too."""
         found: dict[ChunkKey, Header] = {}
         for key, chunk in self._alive():

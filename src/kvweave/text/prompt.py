@@ -231,7 +231,7 @@ def _history(
     was said between them."""
     parts: list[tuple[int, ...]] = []
     said: list[int] = []
-    for part, message in _rendered(tokenizer, system, past, tools):
+    for part, message in _render_history(tokenizer, system, past, tools):
         if message is None:
             said += tokenizer.encode_part(part)
             continue
@@ -248,7 +248,7 @@ def _history(
     return parts
 
 
-def _rendered(
+def _render_history(
     tokenizer: Tokenizer, system: str, past: Sequence[PastMessage], tools: Sequence[Message]
 ) -> list[tuple[TemplatePart, PastMessage | None]]:
     """The history in the template's words (None) and in the messages', behind the preamble."""

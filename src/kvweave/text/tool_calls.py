@@ -56,7 +56,7 @@ class ToolUse:
         parallel: bool = True,
     ) -> "ToolUse | None":
         """None: there is nothing to call. Raises RequestError."""
-        made = tuple(_checked(tool, place) for place, tool in enumerate(tools))
+        made = tuple(_check_tool(tool, place) for place, tool in enumerate(tools))
         names = [tool["function"]["name"] for tool in made]
         if len(made) > MOST_TOOLS:
             raise RequestError(f"there are {len(made)} tools; {MOST_TOOLS} are the most")
@@ -64,7 +64,7 @@ class ToolUse:
             raise RequestError("two tools have the same name; give each its own")
         if len(json.dumps(made)) > LONGEST_TOOLS:
             raise RequestError(f"the tools have more than {LONGEST_TOOLS:,} characters as JSON")
-        named = _named(choice)
+        named = _chosen_name(choice)
         if named is None and choice not in (None, *TOOL_CHOICES):
             known = ", ".join(TOOL_CHOICES)
             raise RequestError(f"tool_choice {choice!r} is unknown; known: {known}, or a function")
@@ -94,7 +94,9 @@ class ToolUse:
         functions = [tool["function"] for tool in self.tools]
         called = [each for each in functions if each["name"] in self.names]
         parameters = {
-            f"tool{i}": _rebased(each.get("parameters") or {"type": "object"}, f"#/$defs/tool{i}")
+            f"tool{i}": _rebase_refs(
+                each.get("parameters") or {"type": "object"}, f"#/$defs/tool{i}"
+            )
             for i, each in enumerate(called)
         }
         calls = [
@@ -147,14 +149,14 @@ class CallReader:
         """What is left at the end."""
         if self._is_forced or self._is_bare:
             fenced = FENCE.fullmatch(self._held)
-            calls = self._called(fenced["inside"] if fenced else self._held)
+            calls = self._parse_calls(fenced["inside"] if fenced else self._held)
             if calls:
                 return ReadPiece("", calls)
             if self._is_forced:
                 return ReadPiece(self._held)  # it was cut
         before = self._read()
         text, self._held = self._held, ""
-        after = self._ended(text, "") if self._is_open else ReadPiece(self._words(text))
+        after = self._end_call(text, "") if self._is_open else ReadPiece(self._words(text))
         blank = "" if self._num_calls else self._blank
         return ReadPiece(before.text + after.text + blank, before.calls + after.calls)
 
@@ -169,7 +171,7 @@ class CallReader:
                 break
             self._held = rest
             if self._is_open:
-                read = self._ended(inside, CALL_CLOSE)
+                read = self._end_call(inside, CALL_CLOSE)
                 said, calls = said + read.text, [*calls, *read.calls]
             else:
                 said += self._words(inside)
@@ -187,15 +189,15 @@ class CallReader:
         self._blank = said[len(kept) :]
         return kept
 
-    def _ended(self, inside: str, closing: str) -> ReadPiece:
+    def _end_call(self, inside: str, closing: str) -> ReadPiece:
         """A call whose end was read, or the words that only look like one."""
-        calls = self._called(inside)
+        calls = self._parse_calls(inside)
         if not calls:
             return ReadPiece(self._words(f"{CALL_OPEN}{inside}{closing}"))
         self._blank = ""
         return ReadPiece("", calls)
 
-    def _called(self, text: str) -> tuple[ToolCall, ...]:
+    def _parse_calls(self, text: str) -> tuple[ToolCall, ...]:
         """The calls that a text is, one JSON object behind the other; none: it is words."""
         calls = [self._call_of(each) for each in _objects(text)]
         made = tuple(call for call in calls if call is not None)
@@ -281,7 +283,7 @@ def _template_call(call: Any) -> dict[str, Any]:
     return {"id": call.get("id"), "type": "function", "function": named}
 
 
-def _checked(tool: Any, place: int) -> Mapping[str, Any]:
+def _check_tool(tool: Any, place: int) -> Mapping[str, Any]:
     """A tool as templates show it: the same words whatever else the caller sent."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
@@ -297,7 +299,7 @@ def _checked(tool: Any, place: int) -> Mapping[str, Any]:
     return {"type": "function", "function": shown}
 
 
-def _named(choice: str | Mapping[str, Any] | None) -> str | None:
+def _chosen_name(choice: str | Mapping[str, Any] | None) -> str | None:
     if not isinstance(choice, Mapping):
         return None
     function = choice.get("function")
@@ -307,16 +309,16 @@ def _named(choice: str | Mapping[str, Any] | None) -> str | None:
     return name
 
 
-def _rebased(schema: Any, place: str) -> Any:
+def _rebase_refs(schema: Any, place: str) -> Any:
     """A schema that stands at `place` of another one: what refers to its root refers there."""
     if isinstance(schema, Mapping):
         return {
             key: place + value[1:]
             if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _rebased(value, place)
+            else _rebase_refs(value, place)
             for key, value in schema.items()
         }
-    return [_rebased(each, place) for each in schema] if isinstance(schema, list) else schema
+    return [_rebase_refs(each, place) for each in schema] if isinstance(schema, list) else schema
 
 
 def _may_be_bare(text: str) -> bool:

@@ -33,7 +33,9 @@ class World:
         self.probes = TierProbes(self.store, LAYERS, "raw", self.links, self.clock)
 
     def meet(self) -> None:
-        self.store.inventory.slots[0].reads.succeeded()  # the store rests a failing tier by itself
+        self.store.inventory.slots[
+            0
+        ].reads.record_success()  # the store rests a failing tier by itself
         keys = [make_key(0)]
         self.probes.meet(list(zip(keys, self.store.peek(keys), strict=True)))
 

@@ -385,14 +385,14 @@ def test_a_tier_that_cannot_be_looked_through_at_the_start_is_used_when_it_can(
     library = weave.library
     library.remove(library.kb.documents()[0].id)  # else there is nothing to look for
     is_broken = True
-    tagged = DiskTier.tagged
+    tagged = DiskTier.tagged_keys
 
     def listing(self: DiskTier, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         if is_broken:
             raise TierError("disk cannot list: Permission denied (on purpose)")
         return tagged(self, tags)
 
-    monkeypatch.setattr(DiskTier, "tagged", listing)
+    monkeypatch.setattr(DiskTier, "tagged_keys", listing)
     library.start()
     assert comes_true(lambda: progress_of(weave).state == "failed")
     assert "on purpose" in progress_of(weave).why

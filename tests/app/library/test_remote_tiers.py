@@ -217,7 +217,7 @@ def test_a_removal_while_the_tier_fails_is_made_up_for_and_nothing_is_served_mea
         admin.execute_command("ACL", "SETUSER", "kv", "+@all")
         assert admin.dbsize() == 2, "it is still there"
         store = weave.library.store
-        store.inventory.by_name["redis"].reads.succeeded()  # its rest is over
+        store.inventory.by_name["redis"].reads.record_success()  # its rest is over
         with store.acquire([key]) as lease:
             assert lease.tiers == {key: "redis"}
             transfer = store.load(lease)

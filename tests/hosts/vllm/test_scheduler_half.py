@@ -108,27 +108,27 @@ def test_kvweaves_own_encoder_gives_chunks_the_same_names(
 def test_a_request_without_a_wish_is_left_alone(half: SchedulerHalf) -> None:
     request = MadeRequest("a", IDS)
     before = list(request.block_hashes)
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == 0
     assert request.block_hashes == before
-    assert half.finished("a") is None
+    assert half.forget_request("a") is None
     assert not half.is_owed
 
 
 @pytest.mark.usefixtures("stored")
 def test_a_stored_prompt_is_filled_up_to_its_last_token(half: SchedulerHalf) -> None:
     request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == len(IDS) - 1
-    half.allocated(request, range(9), len(IDS) - 1)
+    half.order_fill(request, range(9), len(IDS) - 1)
     (order,) = half.take_orders([("a", [8])], False).fuse
     assert (order.request_id, order.num_local, order.is_local_ready) == ("a", 0, True)
     assert order.token_ids == IDS
     assert not set(request.block_hashes) & set(plain.block_hashes), "no block may be found as exact"
-    half.heard(StepReport(fused={"a": {"reused": 7}}))
+    half.note_report(StepReport(fused={"a": {"reused": 7}}))
     assert half.take_counts() == {"way fused": 1, "state reused": 7}
     assert half.take_counts() == {}
-    assert half.finished("a") == {
+    assert half.forget_request("a") == {
         "kvweave": {"way": "fused", "stored": 4, "missing": 0, "reused": 7}
     }
     assert not half.is_owed
@@ -139,7 +139,7 @@ def test_exact_blocks_keep_their_names_until_they_are_gone(half: SchedulerHalf) 
     request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
     cached = set(plain.block_hashes[:2])
     half.look_at_cache(cached.__contains__)
-    half.arrived(request)
+    half.plan_request(request)
     assert request.block_hashes[:2] == plain.block_hashes[:2]
     assert not set(request.block_hashes[2:]) & set(plain.block_hashes)
     # evicted before it was scheduled: what is filled now must not be called exact
@@ -151,11 +151,11 @@ def test_exact_blocks_keep_their_names_until_they_are_gone(half: SchedulerHalf) 
 @pytest.mark.usefixtures("stored")
 def test_the_same_prompt_finds_its_own_fused_blocks(half: SchedulerHalf) -> None:
     one, two = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS, wish())
-    half.arrived(one)
-    half.arrived(two)
+    half.plan_request(one)
+    half.plan_request(two)
     assert one.block_hashes == two.block_hashes
     other = MadeRequest("c", IDS, wish(ratio=0.5))
-    half.arrived(other)
+    half.plan_request(other)
     assert not set(one.block_hashes) & set(other.block_hashes)
 
 
@@ -164,10 +164,10 @@ def test_what_vllm_has_exactly_is_not_fused(half: SchedulerHalf) -> None:
     request = MadeRequest("a", IDS, wish())
     before = list(request.block_hashes)
     half.look_at_cache(lambda _hash: True)
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 128) == 0
     assert request.block_hashes == before
-    reply = half.finished("a")
+    reply = half.forget_request("a")
     assert reply is not None
     assert reply["kvweave"]["way"] == "exact"
     assert "rows" in reply["kvweave"]["why"]
@@ -176,9 +176,9 @@ def test_what_vllm_has_exactly_is_not_fused(half: SchedulerHalf) -> None:
 def test_what_is_not_stored_is_computed_by_vllm_and_owed(half: SchedulerHalf) -> None:
     ids = (*PREAMBLE, *reversed(IDS[8:128]), *QUESTION)
     request = MadeRequest("a", ids, wish())
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == 0
-    reply = half.finished("a")
+    reply = half.forget_request("a")
     assert reply is not None
     assert reply["kvweave"]["missing"] == 4
     assert half.is_owed
@@ -187,10 +187,10 @@ def test_what_is_not_stored_is_computed_by_vllm_and_owed(half: SchedulerHalf) ->
     assert (len(order.in_front), len(order.behind)) == (1, 3)
     assert half.is_owed, "until the worker has settled it"
     again = MadeRequest("b", ids, wish())
-    half.arrived(again)
-    half.finished("b")
+    half.plan_request(again)
+    half.forget_request("b")
     assert not half.take_orders([], True).encode, "ordered once"
-    half.heard(StepReport(settled={order.number}))
+    half.note_report(StepReport(settled={order.number}))
     assert not half.is_owed
 
 
@@ -200,9 +200,9 @@ def test_what_the_worker_made_counts_as_stored(
     ids = (*PREAMBLE, *[i + 1 for i in IDS[8:128]], *QUESTION)
     names = identity.names(PREAMBLE, "")
     keys = [names.key(ids[start:end]) for start, end in SPANS]
-    half.heard(StepReport(made=list(keys)))
+    half.note_report(StepReport(made=list(keys)))
     request = MadeRequest("a", ids, wish())
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == len(ids) - 1
 
 
@@ -212,10 +212,10 @@ def test_what_the_worker_lost_is_looked_for_and_made_again(
     ids = (*PREAMBLE, *[i + 2 for i in IDS[8:128]], *QUESTION)
     names = identity.names(PREAMBLE, "")
     keys = [names.exact_key(ids[8:38]), *(names.key(ids[start:end]) for start, end in SPANS[1:])]
-    half.heard(StepReport(made=list(keys)))
-    half.heard(StepReport(lost=keys[1:2]))
-    half.arrived(MadeRequest("a", ids, wish()))
-    told = half.finished("a")
+    half.note_report(StepReport(made=list(keys)))
+    half.note_report(StepReport(lost=keys[1:2]))
+    half.plan_request(MadeRequest("a", ids, wish()))
+    told = half.forget_request("a")
     assert told is not None
     assert (told["kvweave"]["stored"], told["kvweave"]["missing"]) == (3, 1)
     (order,) = half.take_orders((), is_idle=True).encode
@@ -224,7 +224,7 @@ def test_what_the_worker_lost_is_looked_for_and_made_again(
 
 def test_a_tenant_finds_its_own_chunks_alone(half: SchedulerHalf, stored: None) -> None:
     request = MadeRequest("a", IDS, wish(tenant="them"))
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == 0
 
 
@@ -232,9 +232,9 @@ def test_blocks_that_another_writes_in_this_step_are_not_read(
     half: SchedulerHalf, stored: None
 ) -> None:
     request = MadeRequest("a", IDS, wish())
-    half.arrived(request)
+    half.plan_request(request)
     num_external = half.external_tokens(request, 2 * BLOCK)
-    half.allocated(request, range(9), num_external)
+    half.order_fill(request, range(9), num_external)
     (order,) = half.take_orders([("a", [8]), ("other", [1, 40])], False).fuse
     assert not order.is_local_ready
 
@@ -259,10 +259,10 @@ def test_what_cannot_be_fused_is_answered_and_said(
     for name, value in change.items():
         setattr(request, name, value)
     before = list(request.block_hashes)
-    half.arrived(request)
+    half.plan_request(request)
     assert half.external_tokens(request, 0) == 0
     assert request.block_hashes == before
-    reply = half.finished("a")
+    reply = half.forget_request("a")
     assert reply is not None
     assert reply["kvweave"]["way"] == "refused"
     assert words in reply["kvweave"]["why"]
@@ -273,17 +273,17 @@ def test_chunks_that_are_no_more_are_ordered_to_be_deleted(
     half: SchedulerHalf, encoder: ChunkEncoder
 ) -> None:
     gone = make_chunk_id(CHUNKS[1])
-    half.heard(StepReport(made=[encoder.key(CHUNKS[1])]))
-    half.arrived(MadeRequest("a", [1], {"forget": [gone], "tenant": "t"}))
+    half.note_report(StepReport(made=[encoder.key(CHUNKS[1])]))
+    half.plan_request(MadeRequest("a", [1], {"forget": [gone], "tenant": "t"}))
     (order,) = half.take_orders([], False).forget
     assert order.chunk_ids == (gone,)
-    assert half.finished("a") == {
+    assert half.forget_request("a") == {
         "kvweave": {"way": "exact", "why": "it forgets chunks", "forgotten": 1}
     }
     encoder.store.delete_chunks([gone])  # the worker does, and says which keys
-    half.heard(StepReport(lost=[encoder.key(CHUNKS[1])]))
-    half.arrived(MadeRequest("b", IDS, wish()))
-    told = half.finished("b")
+    half.note_report(StepReport(lost=[encoder.key(CHUNKS[1])]))
+    half.plan_request(MadeRequest("b", IDS, wish()))
+    told = half.forget_request("b")
     assert told is not None
     assert (told["kvweave"]["stored"], told["kvweave"]["missing"]) == (3, 1)
     encoder.encode(as_chunks(CHUNKS))
@@ -301,9 +301,9 @@ def test_chunks_that_are_no_more_are_ordered_to_be_deleted(
 def test_what_cannot_be_forgotten_is_named(
     half: SchedulerHalf, given: dict[str, Any], words: str
 ) -> None:
-    half.arrived(MadeRequest("a", [1], given))
+    half.plan_request(MadeRequest("a", [1], given))
     assert not half.take_orders([], False).forget
-    told = half.finished("a")
+    told = half.forget_request("a")
     assert told is not None
     assert told["kvweave"]["way"] == "refused"
     assert words in told["kvweave"]["why"]

@@ -325,7 +325,7 @@ def test_a_deleted_chunk_is_not_found_and_its_leased_pages_wait() -> None:
     world.check()
     assert lease.nodes[-1].pages
     lease.release()
-    assert not list(world.tree.doomed())
+    assert not list(world.tree.doomed_nodes())
     world.check()
 
 

@@ -95,7 +95,7 @@ class KvweaveConnector(KVConnectorBase_V1):
         )
 
     def on_new_request(self, request: Any) -> None:
-        self._half.arrived(request)
+        self._half.plan_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -104,7 +104,7 @@ class KvweaveConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self._half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            self._half.order_fill(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
@@ -114,12 +114,12 @@ class KvweaveConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, FusionReport):
-            self._half.heard(told.report)
+            self._half.note_report(told.report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return False, self._half.finished(request.request_id)
+        return False, self._half.forget_request(request.request_id)
 
     def get_kv_connector_stats(self) -> FusionStats | None:
         counts = {} if self._scheduler is None else self._scheduler.take_counts()

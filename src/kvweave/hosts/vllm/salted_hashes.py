@@ -36,14 +36,14 @@ class SaltedHasher:
         if not known <= self.first < known + len(hashes):
             return hashes  # all in front of it, or chained to it already
         at = self.first - known
-        front = [*hashes[:at], self._salted(hashes[at])]
+        front = [*hashes[:at], self._salt_hash(hashes[at])]
         request.block_hashes.extend(front)  # what follows is chained to the salted one
         try:
             return front + self.inner(request)
         finally:
             del request.block_hashes[known:]
 
-    def _salted(self, value: bytes) -> bytes:
+    def _salt_hash(self, value: bytes) -> bytes:
         return hashlib.sha256(self._salt + value).digest()[: len(value)]
 
 

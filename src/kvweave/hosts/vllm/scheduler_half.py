@@ -101,7 +101,7 @@ class SchedulerHalf:
 
     # ---- a request
 
-    def arrived(self, request: ServedRequest) -> None:
+    def plan_request(self, request: ServedRequest) -> None:
         """Decide what is done for a new request. Before vLLM looks it up."""
         params = request.kv_transfer_params
         if not isinstance(params, Mapping) or NAME not in params:
@@ -130,7 +130,7 @@ class SchedulerHalf:
         salt_blocks(request, num_local // self._block_tokens, plan.salt)
         return plan.num_tokens - 1 - num_local
 
-    def allocated(
+    def order_fill(
         self, request: ServedRequest, block_ids: Sequence[int], num_external: int
     ) -> None:
         """vLLM has blocks for a request, of whose tokens `num_external` are to be filled."""
@@ -142,7 +142,7 @@ class SchedulerHalf:
         order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
         self._orders.fuse.append(order)
 
-    def finished(self, request_id: str) -> dict[str, Any] | None:
+    def forget_request(self, request_id: str) -> dict[str, Any] | None:
         """Forget a request; what its reply says of it."""
         plan = self._plans.pop(request_id, None)
         report = self._reports.pop(request_id, {})
@@ -170,10 +170,10 @@ class SchedulerHalf:
             for request_id, block_ids in writes:
                 for block_id in block_ids:
                     written.setdefault(block_id, set()).add(request_id)
-            orders.fuse = [self._checked(order, written) for order in orders.fuse]
+            orders.fuse = [self._mark_ready(order, written) for order in orders.fuse]
         return orders
 
-    def heard(self, report: StepReport) -> None:
+    def note_report(self, report: StepReport) -> None:
         """What the worker did."""
         for request_id, each in report.fused.items():
             if request_id in self._plans:
@@ -214,7 +214,7 @@ class SchedulerHalf:
         wish = parse_wish(params, len(ids), defaults, num_layers)
         if wish is None:
             return RequestPlan("refused", f"{NAME} is null; leave it out")
-        stored = self._stored(wish, ids)
+        stored = self._find_stored(wish, ids)
         chunks = [part for part in wish.parts() if part.is_chunk]
         missing = [part for part, is_there in zip(chunks, stored, strict=True) if not is_there]
         owed: tuple[list[Ids], list[Ids]] = ([], [])
@@ -241,7 +241,7 @@ class SchedulerHalf:
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
-    def _stored(self, wish: FuseWish, ids: Ids) -> list[bool]:
+    def _find_stored(self, wish: FuseWish, ids: Ids) -> list[bool]:
         """Whether each chunk's KV is in some tier."""
         names = self._identity.names(ids[: wish.preamble], wish.tenant)
         keys = []
@@ -302,7 +302,7 @@ class SchedulerHalf:
             self._orders.encode.append(order)
 
     @staticmethod
-    def _checked(order: FuseOrder, written: Mapping[int, set[str]]) -> FuseOrder:
+    def _mark_ready(order: FuseOrder, written: Mapping[int, set[str]]) -> FuseOrder:
         """Of the blocks that vLLM has for a request, another may be writing some in this step."""
         others = (written.get(block_id, set()) - {order.request_id} for block_id in order.block_ids)
         return replace(order, is_local_ready=not any(others))

@@ -81,7 +81,7 @@ def parse_wish(
         raise RequestError(f"{NAME} must be an object with chunks, got {type(given).__name__}")
     if unknown := [name for name in given if name not in KEYS]:
         raise RequestError(f"{NAME} has no {unknown[0]!r}; known: {', '.join(KEYS)}")
-    chunks = _spans(given.get("chunks"))
+    chunks = _chunk_spans(given.get("chunks"))
     preamble = _number(given.get("preamble", chunks[0][0]), "preamble")
     if preamble > chunks[0][0]:
         raise RequestError(f"preamble {preamble} reaches into the first chunk at {chunks[0][0]}")
@@ -107,7 +107,7 @@ def parse_wish(
         chunks,
         reuse,
         chosen_ratio(strategy, ratio),
-        _asked(given.get("asked"), chunks[-1][1], num_tokens),
+        _asked_span(given.get("asked"), chunks[-1][1], num_tokens),
         tenant,
         missing == "encode",
     )
@@ -128,7 +128,7 @@ def parse_forget(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def _spans(given: Any) -> tuple[tuple[int, int], ...]:
+def _chunk_spans(given: Any) -> tuple[tuple[int, int], ...]:
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise RequestError("chunks must be a list of [start, end) token spans")
     if len(given) > MOST_CHUNKS:
@@ -145,7 +145,7 @@ def _spans(given: Any) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def _asked(given: Any, question_start: int, num_tokens: int) -> tuple[int, int] | None:
+def _asked_span(given: Any, question_start: int, num_tokens: int) -> tuple[int, int] | None:
     if given is None:
         return None
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:

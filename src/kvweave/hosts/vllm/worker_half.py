@@ -79,7 +79,7 @@ class WorkerHalf:
                 self._report.fused[order.request_id] = {"way": "failed"}
                 continue
             took_ms = (time.perf_counter() - started_s) * 1e3
-            self._report.fused[order.request_id] = _told(record, took_ms)
+            self._report.fused[order.request_id] = _reply_fields(record, took_ms)
         for encode in orders.encode:
             self._maker.put(encode)
 
@@ -220,7 +220,7 @@ def _is_lost(chunk: ChunkRecord) -> bool:
     return chunk.why not in (None, GAP, HAD)
 
 
-def _told(record: FuseRecord, took_ms: float) -> dict[str, Any]:
+def _reply_fields(record: FuseRecord, took_ms: float) -> dict[str, Any]:
     """What a reply says of a fused prompt."""
     lost = [chunk.why for chunk in record.chunks if _is_lost(chunk)]
     told: dict[str, Any] = {

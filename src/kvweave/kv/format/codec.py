@@ -147,7 +147,7 @@ class GroupedCodec:
         self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = _joined(data, shapes, self.bits, self.group, params=2)
+        stored = _join_layers(data, shapes, self.bits, self.group, params=2)
         for x, groups, axis in zip(out, stored, AXES, strict=True):
             dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
@@ -177,7 +177,7 @@ class GroupedFp8Codec:
         self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = _joined(data, shapes, 8, self.group, params=1)
+        stored = _join_layers(data, shapes, 8, self.group, params=1)
         for x, groups, axis in zip(out, stored, AXES, strict=True):
             dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
         return out
@@ -246,7 +246,7 @@ def _fill(out: Tensor, pieces: Sequence[Tensor]) -> None:
         part.copy_(piece.contiguous().view(torch.uint8).flatten())
 
 
-def _joined(
+def _join_layers(
     data: Sequence[Tensor], shapes: Sequence[LayerShape], bits: int, group: int, params: int
 ) -> tuple[Groups, Groups]:
     """Keys and values of layers that were stored alike, one behind the other along tokens.

@@ -150,7 +150,7 @@ def seal_header(header: Header, payload: memoryview) -> tuple[Header, bytes]:
     """Checksum every section of a filled object; returns the final header and its bytes."""
     digest = checksum_of(header.algorithm)
 
-    def sealed(section: Section) -> Section:
+    def seal_section(section: Section) -> Section:
         span = payload[section.offset : header.padded_end(section)]
         return section._replace(checksum=digest(span))
 
@@ -159,8 +159,8 @@ def seal_header(header: Header, payload: memoryview) -> tuple[Header, bytes]:
         header.shape,
         header.codec,
         header.algorithm,
-        tuple(sealed(s) for s in header.layers),
-        {name: sealed(s) for name, s in header.extras.items()},
+        tuple(seal_section(s) for s in header.layers),
+        {name: seal_section(s) for name, s in header.extras.items()},
         header.header_bytes,
         header.total_bytes,
         header.align,

@@ -48,7 +48,7 @@ class PackedChunk:
         """A copy of an object that some tier holds whole. Checks the header, not the layers."""
         memory = new_memory(len(data), pinned=False)
         memory.view[:] = data
-        return cls(key, _checked(parse_header(memory.view, key, len(data))), memory)
+        return cls(key, _check_decodable(parse_header(memory.view, key, len(data))), memory)
 
 
 class EncodedLayer(NamedTuple):
@@ -160,7 +160,7 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
 
 def layers_of(header: Header, memory: Memory) -> Tensor:
     """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
-    They are alike and end where the object ends, see `_checked` and header.py."""
+    They are alike and end where the object ends, see `_check_decodable` and header.py."""
     return memory.tensor[header.layers[0].offset : header.total_bytes]
 
 
@@ -188,7 +188,7 @@ def read_head(reader: Reader, key: ChunkKey, scratch: memoryview) -> Head:
         first, raw = raw, new_memory(needed, pinned=False).view
         raw[: len(first)] = first  # not read again: what was looked at is what is checked
         reader.read(len(first), raw[len(first) :])
-    return Head(_checked(parse_header(raw, key, reader.size_bytes)), raw)
+    return Head(_check_decodable(parse_header(raw, key, reader.size_bytes)), raw)
 
 
 def read_header(reader: Reader, key: ChunkKey) -> Header:
@@ -196,7 +196,7 @@ def read_header(reader: Reader, key: ChunkKey) -> Header:
     return read_head(reader, key, new_memory(PRELUDE_BYTES, pinned=False).view).header
 
 
-def _checked(header: Header) -> Header:
+def _check_decodable(header: Header) -> Header:
     """The header, if its layers can be decoded here. Raises TierCorrupt or TierForeign."""
     if header.codec not in CODECS:
         raise TierForeign(f"codec {header.codec!r} is not known here: written by a newer kvweave")

@@ -111,7 +111,7 @@ class Tier(Protocol):
         """Every object, in no order. Objects that come or go meanwhile may or may not appear."""
         ...
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         """Keys of every object that belongs to one of these chunks, by name alone."""
         ...
 

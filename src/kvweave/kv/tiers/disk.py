@@ -167,7 +167,7 @@ class DiskTier:
                 continue
             yield StoredObject(key, stat.st_size, stat.st_mtime)
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         return among((each.key for each in self.scan()), tags)
 
     def check(self) -> None:
@@ -194,7 +194,7 @@ class DiskTier:
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def quarantined(self) -> list[Path]:
+    def quarantined_files(self) -> list[Path]:
         """Files put aside, oldest first."""
         return self._aside.files()
 

@@ -84,9 +84,9 @@ class FaultyTier:
         self.stumble("scan")
         yield from self._inner.scan()
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         self.stumble("tagged")
-        return self._inner.tagged(tags)
+        return self._inner.tagged_keys(tags)
 
     def check(self) -> None:
         self.stumble("check")

@@ -106,7 +106,7 @@ class HostTier:
         for key, each in kept:
             yield StoredObject(key, each.size_bytes, 0.0)
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         return among((each.key for each in self.scan()), tags)
 
     def check(self) -> None:

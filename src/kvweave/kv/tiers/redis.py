@@ -88,7 +88,7 @@ class RedisTier:
             if size is not None:
                 yield StoredObject(key, size, 0.0)
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
         return among(self._keys(), tags) if tags else []
 
     def check(self) -> None:
@@ -101,7 +101,7 @@ class RedisTier:
         """Of every object, each once."""
         seen: set[ChunkKey] = set()  # SCAN may name a key twice
         cursor = 0
-        pattern = _escaped(self._cfg.prefix) + "*"
+        pattern = _escape_prefix(self._cfg.prefix) + "*"
         while True:
             cursor, names = self._call("scan", cursor, match=pattern, count=_SCAN_COUNT)
             for name in names:
@@ -147,6 +147,6 @@ class RedisTier:
             ) from error
 
 
-def _escaped(prefix: str) -> str:
+def _escape_prefix(prefix: str) -> str:
     """A prefix that SCAN takes literally."""
     return "".join(f"\\{c}" if c in "*?[]^\\" else c for c in prefix)

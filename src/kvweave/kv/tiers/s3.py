@@ -93,13 +93,13 @@ class S3Tier:
         return self.delete(key)
 
     def scan(self) -> Iterator[StoredObject]:
-        for item in self._listed(""):
+        for item in self._list_objects(""):
             key = parse_key(item["Key"].rpartition("/")[2])
             if key is not None:
                 yield StoredObject(key, int(item["Size"]), item["LastModified"].timestamp())
 
-    def tagged(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
-        names = [item["Key"] for tag in tags for item in self._listed(f"{tag.hex()}/")]
+    def tagged_keys(self, tags: Collection[ChunkTag]) -> list[ChunkKey]:
+        names = [item["Key"] for tag in tags for item in self._list_objects(f"{tag.hex()}/")]
         keys = (parse_key(name.rpartition("/")[2]) for name in names)
         return [key for key in keys if key is not None]
 
@@ -109,7 +109,7 @@ class S3Tier:
     def close(self) -> None:
         self._client.close()
 
-    def _listed(self, below: str) -> Iterator[Any]:
+    def _list_objects(self, below: str) -> Iterator[Any]:
         """What the bucket has below our prefix and `below`, page by page."""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._cfg.bucket, Prefix=f"{self._cfg.prefix}{below}"

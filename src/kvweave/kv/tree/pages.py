@@ -75,7 +75,7 @@ class TreeBudget:
         while freed < missing_bytes:
             if leaf is None and not parents:
                 return None
-            if leaf is not None and (not parents or _before(leaf[0], leaf[1], parents[0])):
+            if leaf is not None and (not parents or _is_before(leaf[0], leaf[1], parents[0])):
                 node, leaf = leaf[0], next(leaves, None)
             else:
                 node = heapq.heappop(parents)[3]
@@ -89,12 +89,12 @@ class TreeBudget:
                 heapq.heappush(parents, entry)
         return chosen
 
-    def evicted(self, nodes: list[Node]) -> None:
+    def record_evictions(self, nodes: list[Node]) -> None:
         """These left by rank: the clock rises to the highest of them and never falls."""
         now_s = time.time()
         for node in nodes:
             rank = node.ranks[self.tier]
-            self.policy.left(rank)
+            self.policy.record_eviction(rank)
             size_bytes, path = node.pages[self.tier].size_bytes, _first_of(node).chunk_id
             gone = TreeEviction(now_s, self.tier, node.chunk_id, path, size_bytes, rank)
             self.evictions.append(gone)
@@ -168,10 +168,10 @@ class NodePages:
     def make_device_room(self, size_bytes: int) -> bool:
         """Free so many bytes on the device, or change nothing and say False."""
         budget = self.budgets[DEVICE]
-        victims = budget.victims(size_bytes - budget.free_bytes, _unpinned)
+        victims = budget.victims(size_bytes - budget.free_bytes, _is_unpinned)
         if victims is None:
             return False
-        budget.evicted(victims)
+        budget.record_evictions(victims)
         for node in victims:
             if HOST in node.pages or self.swap_out(node):
                 self._leave_device(node)
@@ -181,7 +181,7 @@ class NodePages:
 
     def lowest_device_rank(self) -> float | None:
         """Of the leaf that would leave the device first; None: there is none."""
-        leaf = self.budgets[DEVICE].lowest(_unpinned)
+        leaf = self.budgets[DEVICE].lowest(_is_unpinned)
         return None if leaf is None else leaf.ranks[DEVICE]
 
     def swap_out(self, node: Node) -> bool:
@@ -190,13 +190,13 @@ class NodePages:
         speak for a node: a cheap one in front of a dear one would push out what is dearer yet."""
         budget = self.budgets[HOST]
         pages = node.pages[DEVICE]
-        victims = budget.victims(pages.size_bytes - budget.free_bytes, _on_host_alone)
+        victims = budget.victims(pages.size_bytes - budget.free_bytes, _is_on_host_alone)
         if victims is None or not self._outranks(node, victims):
             return False
         copy = self._owner.copy_out(pages)
         if copy is None:  # no room is made for what does not come
             return False
-        budget.evicted(victims)
+        budget.record_evictions(victims)
         for victim in victims:
             self.drop(victim)
         self.give(node, HOST, copy)
@@ -266,7 +266,7 @@ class NodePages:
             node = node.parent
         return node.depth > 0
 
-    def doomed(self) -> Iterator[Node]:
+    def doomed_nodes(self) -> Iterator[Node]:
         for top in self._doomed:
             yield from subtree(top)
 
@@ -275,7 +275,7 @@ class NodePages:
         live = subtree(root)
         assert len(live) - 1 == self.num_nodes, f"{len(live) - 1} nodes, books say {self.num_nodes}"
         for tier, budget in self.budgets.items():
-            held = [node for node in (*live, *self.doomed()) if tier in node.pages]
+            held = [node for node in (*live, *self.doomed_nodes()) if tier in node.pages]
             used = sum(node.pages[tier].size_bytes for node in held)
             assert used == budget.used_bytes, f"{tier}: {used} bytes, books say {budget.used_bytes}"
             assert used <= budget.capacity_bytes, f"{tier}: {used} of {budget.capacity_bytes} bytes"
@@ -325,13 +325,13 @@ def subtree(top: Node) -> list[Node]:
     return found
 
 
-def _unpinned(node: Node) -> bool:
+def _is_unpinned(node: Node) -> bool:
     return node.pins == 0 and node.depth > 0
 
 
-def _on_host_alone(node: Node) -> bool:
+def _is_on_host_alone(node: Node) -> bool:
     return node.pins == 0 and node.depth > 0 and DEVICE not in node.pages
 
 
-def _before(node: Node, rank: float, entry: tuple[float, float, bytes, Node]) -> bool:
+def _is_before(node: Node, rank: float, entry: tuple[float, float, bytes, Node]) -> bool:
     return (rank, node.usage.last_access_s, node.key) <= entry[:3]

@@ -97,7 +97,7 @@ class NodePricing:
             key = path_key(key, chunk.id)
             record = self._memory.record(key, chunk.num_tokens)
             record.touch(now_s)
-            record.computed(cost_s, num_new)
+            record.record_computation(cost_s, num_new)
 
     def usage(self, node: Node) -> ItemUsage:
         """What the policy is told of a node, whoever brought it.
@@ -106,7 +106,7 @@ class NodePricing:
         finds all that stands before it and computes it alone, which is the miss that comes next if
         it leaves now.
         """
-        usage, misses = node.usage.seen(), node.usage.misses
+        usage, misses = node.usage.snapshot(), node.usage.misses
         cost_s = node.num_tokens * self._token_s
         if not node.alone_s and node.num_tokens:
             before = node.end - node.num_tokens

@@ -185,7 +185,7 @@ class KnowledgeTree:
     def price(self, cost_s: Callable[[int, int], float]) -> None:
         """Price by another `cost_s` from now on, what is there at its next access."""
         self._pricing.change(cost_s)
-        for node in (self.root, *self, *self.doomed()):
+        for node in (self.root, *self, *self.doomed_nodes()):
             node.alone_s = 0.0
 
     def acquire(
@@ -260,12 +260,12 @@ class KnowledgeTree:
 
     def holders(self) -> Iterator[Node]:
         """Every node that has device pages, those that only a lease still holds included."""
-        nodes = (self.root, *self, *self.doomed())
+        nodes = (self.root, *self, *self.doomed_nodes())
         return (node for node in nodes if DEVICE in node.pages)
 
-    def doomed(self) -> Iterator[Node]:
+    def doomed_nodes(self) -> Iterator[Node]:
         """Nodes that are out of the tree and that a lease still holds."""
-        return self._pages.doomed()
+        return self._pages.doomed_nodes()
 
     def replicate(self, enough_bytes: int) -> int:
         """Copy upper nodes to host ahead of time, the worthiest of each level first; returns bytes.
@@ -288,7 +288,7 @@ class KnowledgeTree:
 
     def lose_copy(self, handle: object) -> None:
         """A host copy that its owner gave did not arrive: the tree does without it. O(nodes)."""
-        for node in (*self, *self.doomed()):
+        for node in (*self, *self.doomed_nodes()):
             pages = node.pages.get(HOST)
             if pages is not None and pages.handle is handle:
                 self._pages.lose_host(node)
