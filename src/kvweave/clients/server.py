@@ -63,14 +63,14 @@ class ServerClient:
         return self._json("POST", "/v1/chat/completions", {"messages": list(messages), **fields})
 
     def chat_events(self, messages: Sequence[Message], **fields: Any) -> Iterator[Reply]:
-        """The same as events while it is made."""
+        """A reply as events while it is made; `fields` are those of `chat`."""
         body = {"messages": list(messages), "stream": True, **fields}
         yield from self._events("POST", "/v1/chat/completions", json.dumps(body).encode())
 
     # ── knowledge bases ──────────────────────────────────────────────────────
 
     def kbs(self) -> list[Reply]:
-        """All of them, page by page."""
+        """All knowledge bases, page by page."""
         return self._pages("/v1/kb")
 
     def kb(self, name: str) -> Reply:
@@ -141,7 +141,7 @@ class ServerClient:
         return list(self._json("GET", _kb(kb, "jobs"))["data"])
 
     def begin_text(self, kb: str, title: str, text: str, **fields: Any) -> Reply:
-        """As `upload_text`, taken in behind the reply: a job, to be looked at with `job`."""
+        """Upload a text and return at once: a job takes it in, to be looked at with `job`."""
         return self._json("POST", _kb(kb, "jobs"), {"title": title, "text": text, **fields})
 
     def job(self, kb: str, job_id: str) -> Reply:

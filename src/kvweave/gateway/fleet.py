@@ -108,7 +108,8 @@ class ReplicaLease:
         """Likewise, of the lease."""
         was, self._is_back = self._is_back, True
         if not was and not self._is_told:
-            self.replica.breaker.record_no_result()  # or a replica whose probe was cut would rest for ever
+            # or a replica whose probe was cut would rest for ever
+            self.replica.breaker.record_no_result()
         return not was
 
 

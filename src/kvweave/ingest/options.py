@@ -9,7 +9,7 @@ from kvweave.ingest.sources import Selection
 
 @dataclass(frozen=True, slots=True)
 class IngestOptions:
-    """See the module. Raises RequestError for metadata that cannot be."""
+    """Options of one ingest. Raises RequestError for metadata that cannot be."""
 
     selection: Selection = field(default_factory=Selection)
     limits: ParseLimits = field(default_factory=ParseLimits)

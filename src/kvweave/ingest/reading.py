@@ -229,7 +229,8 @@ def _suffix(metadata: Metadata) -> str:
 
 
 def _is_gone(path: Path) -> bool:
-    """Certainly not there. A file in a folder that is closed to us may be there: it stays."""
+    """Whether a file is certainly not there. A file in a folder that is closed to us may be there:
+    it stays."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

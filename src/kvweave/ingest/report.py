@@ -109,19 +109,19 @@ class Tally:
             )
 
     def tell_reading(self, source: str) -> None:
-        """As `tell`, for one that calls very often: it says so a few times a second."""
+        """Tell that a source is being read; called very often, it tells a few times a second."""
         now_s = time.monotonic()
         if now_s - self._told_s >= TOLD_S:
             self._told_s = now_s
             self.tell("read", source)
 
     def begin_kv(self, work: EncodeWork) -> None:
-        """So much KV is to be computed."""
+        """Begin the count of KV: `work` is to be computed."""
         self.kv_total, self._kv_started_s = work, time.monotonic()
         self._tell_kv()
 
     def count_kv(self, work: EncodeWork) -> None:
-        """Some of it was."""
+        """Count KV that was computed."""
         self.kv = self.kv.plus(work)
         self._tell_kv()
 
@@ -168,7 +168,8 @@ class Tally:
 
 
 def reason_of(error: Exception) -> str:
-    """In one line. Our own errors say it all; of others the type tells as much as the words."""
+    """The reason of an error in one line. Our own errors say it all; of others the type tells as
+    much as the words."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = " ".join(str(error).split())[:200]

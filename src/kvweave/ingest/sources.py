@@ -200,7 +200,7 @@ def _look_at(path: Path, selection: Selection) -> FoundFile | Skipped:
 
 
 def _printable(path: Path) -> str:
-    """As it is, or escaped where it would not be valid UTF-8 (a report may become JSON)."""
+    """The text, escaped where it is not valid UTF-8 (a report may become JSON)."""
     try:
         str(path).encode()
     except UnicodeEncodeError:

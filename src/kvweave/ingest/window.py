@@ -62,7 +62,7 @@ class Window:
             self.flush()
 
     def end_of(self, source: OpenSource) -> None:
-        """The last document of a source was added."""
+        """Close a source whose last document was added."""
         source.is_read = True
         self._finish_if_done(source)
 
@@ -110,7 +110,7 @@ class Window:
             self._tally.tell("embed", "", window_bytes * (start + len(part)) // len(todo))
 
     def _finish_if_done(self, source: OpenSource) -> None:
-        """All documents are in: drop those that left the source, and mark it as done."""
+        """If all documents are in, drop those that left the source, and mark it as done."""
         if not source.is_read or source.num_pending:
             return
         gone = [d for d in self._catalogue.fingerprints(source.source) if d not in source.seen]

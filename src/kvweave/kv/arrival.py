@@ -40,15 +40,15 @@ class Patience:
 
 
 class ArrivalOwner(Protocol):
-    """What the store does for an arrival. Called with no lock held, on IO threads; `report_failure` also on
-    a thread that waited for too long."""
+    """What the store does for an arrival. Called with no lock held, on IO threads; `report_failure`
+    also on a thread that waited for too long."""
 
     def land(self, arrival: "Arrival", header: Header) -> Landing:
-        """Memory for an object of this header."""
+        """Return memory for an object with this header."""
         ...
 
     def refuses(self, arrival: "Arrival", header: Header, memory: Memory) -> bool:
-        """Whether nothing may be read of it, now that it is known whose text it is. May block."""
+        """Whether the object may not be read, now that its provenance is known. May block."""
         ...
 
     def complete(self, arrival: "Arrival") -> None:
@@ -60,7 +60,7 @@ class ArrivalOwner(Protocol):
         ...
 
     def report_failure(self, arrival: "Arrival", miss: Miss, detail: str) -> None:
-        """It will not come, or an extra of it will not; `detail` says why in words."""
+        """Report that the object, or one of its extras, will not come; `detail` says why."""
         ...
 
     def idle(self, arrival: "Arrival") -> bool:
@@ -176,7 +176,7 @@ class Arrival:
         return extra_of(header, landing.memory, name)
 
     def named_tensor(self, name: str) -> Tensor | None:
-        """As `named_extra`, to copy from."""
+        """A named extra as a tensor to copy from; None if it is not there, or not there yet."""
         if name not in self.held:
             return None
         header, landing = self.header_and_landing()
@@ -259,7 +259,7 @@ class Arrival:
         self._progress_s = time.monotonic()
 
     def show(self, span: ReadSpan) -> None:
-        """These layers are in memory and checked. The lock is held."""
+        """Show that these layers are in memory and checked. The lock is held."""
         self._ready[span.first : span.end] = [True] * (span.end - span.first)
         self.ended_s = self._progress_s = time.monotonic()
         # a thread that waits for another layer would only take a core from the readers to find out
@@ -267,12 +267,12 @@ class Arrival:
             self.changed.notify_all()
 
     def show_extra(self) -> None:
-        """One more is in `held`. The lock is held."""
+        """Show that `held` has one more extra. The lock is held."""
         self.ended_s = self._progress_s = time.monotonic()
         self.changed.notify_all()
 
     def lose(self, names: Mapping[str, Miss]) -> None:
-        """These extras will not come. The lock is held."""
+        """Record that these extras will not come. The lock is held."""
         self._lost |= names
         self.changed.notify_all()
 

@@ -67,13 +67,14 @@ class Breaker:
             log.warning("%s work again", self._what)
 
     def record_no_result(self) -> None:
-        """A call ended and told nothing: it was cancelled, or refused for another reason. If it was
-        the probe, the next caller is."""
+        """Record a call that told nothing: it was cancelled, or refused for another reason. If it
+        was the probe, the next caller is."""
         with self._lock:
             self._probing = False
 
     def record_failure(self, reason: str, *, at_once: bool = False) -> None:
-        """One failure. `at_once` opens without waiting for more: for calls that never returned."""
+        """Record one failure. `at_once` opens without waiting for more: for calls that never
+        returned."""
         with self._lock:
             self._failures += 1
             if self._open_until is not None:

@@ -127,14 +127,14 @@ class UsageBook:
         self._giving_way: set[ContextId] = set()
 
     def touch(self, key: ChunkKey, now_s: float, size_bytes: int) -> ItemUsage:
-        """One access."""
+        """Count one access."""
         record = self._record(key)
         record.size = size_bytes or record.size
         record.touch(now_s)
         return self._usage(key, record)
 
     def record_found(self, key: ChunkKey, written_s: float, size_bytes: int) -> ItemUsage:
-        """An object from an earlier life: counts as one access when it was written."""
+        """Count an object from an earlier process as one access when it was written."""
         record = self._record(key)
         record.size = size_bytes
         if not record.uses:
@@ -142,7 +142,7 @@ class UsageBook:
         return self._usage(key, record)
 
     def record_computation(self, key: ChunkKey, cost_s: float, num_tokens: int) -> None:
-        """It was computed, which took `cost_s` seconds. Touch it first: then its size is known."""
+        """Record what the chunk cost to compute. Touch it first: then its size is known."""
         record = self._record(key)
         record.record_computation(cost_s, num_tokens)
         if record.size:
@@ -153,7 +153,7 @@ class UsageBook:
         self._mean_cost_s += (cost_s / num_tokens - self._mean_cost_s) / self._num_costs
 
     def give_way(self, context: ContextId) -> None:
-        """What is of this context gives way from now on."""
+        """Let chunks of this context leave first from now on."""
         self._giving_way.add(context)
 
     def snapshot(self, key: ChunkKey) -> ItemUsage:
@@ -207,11 +207,11 @@ class RemovedChunks:
         self._known = known
 
     def existing(self, chunk_ids: Collection[str]) -> Collection[str]:
-        """Which of these exist. May block on IO."""
+        """The chunks among these that exist. May block on IO."""
         return self._known(chunk_ids)
 
     def add(self, chunk_ids: Collection[str] | None) -> None:
-        """These were removed, as we hear now. None: it is not known which, so perhaps any."""
+        """Note that these were removed just now. None: it is not known which, so perhaps any."""
         with self._lock:
             self.now += 1
             if chunk_ids is None:
@@ -285,7 +285,7 @@ class Inventory:
         self.evictions.extend(StoreEviction(now_s, slot.name, *victim) for victim in victims)
 
     def give_way(self, context: ContextId) -> None:
-        """See `KVStore.give_way`."""
+        """Let chunk KV of this context leave full tiers first, see `KVStore.give_way`."""
         with self.lock:
             self.usage.give_way(context)
             for budget in self.budgets():
@@ -303,11 +303,12 @@ class Inventory:
         return entry.pins == 0 and entry.doomed and slot.budget.has(key, entry)
 
     def take_off(self, slot: TierSlot, key: ChunkKey) -> int:
-        """Off the books; give `release_bytes` the size when the bytes are gone. Lock is held."""
+        """Take an entry off the books; give its size to `release_bytes` once it is deleted. Lock is
+        held."""
         return slot.budget.take_off(key) if slot.budget is not None and key in slot.budget else 0
 
     def release_bytes(self, slot: TierSlot, size_bytes: int) -> None:
-        """Bytes that `take_off` named are gone."""
+        """Release the room of deleted bytes, of the size that `take_off` returned."""
         if slot.budget is not None and size_bytes:
             with self.lock:
                 slot.budget.unreserve(size_bytes)

@@ -82,7 +82,7 @@ def make_chunk_key(
 
 @lru_cache(maxsize=256)  # a plan names every chunk of its prompt in several contexts
 def _begin_hashes(context: KeyContext) -> tuple[ContextId, "hashlib.blake2b"]:
-    """The id of a context, and the hash of a chunk in it as far as its own tokens."""
+    """Return the id of a context, and the hash of a chunk in it up to the chunk's own tokens."""
     fields = context.encode_fields()
     named = hashlib.blake2b(digest_size=CONTEXT_BYTES)
     context_id = ContextId(_add_fields(named, b"kvweave context 2", *fields).digest())
@@ -119,7 +119,7 @@ def parse_key(text: str) -> ChunkKey | None:
 
 
 def _add_fields(state: "hashlib.blake2b", *parts: bytes) -> "hashlib.blake2b":
-    """A hash with more fields in it. Each carries its length, so no two lists look alike."""
+    """Add fields to a hash and return it. Each carries its length, so no two lists look alike."""
     for part in parts:
         state.update(struct.pack("<Q", len(part)))
         state.update(part)

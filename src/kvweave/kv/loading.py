@@ -39,7 +39,7 @@ class ActiveLoads:
         self._keepable: set[Arrival] = set()  # the chunk was not deleted since they began
 
     def get(self, key: ChunkKey) -> ArrivalReads | None:
-        """The one to join."""
+        """Return the arrival of a chunk that others may join."""
         return self._joinable.get(key)
 
     def add(self, reads: ArrivalReads, *, is_kept: bool) -> None:
@@ -58,7 +58,7 @@ class ActiveLoads:
         return arrival in self._keepable
 
     def end(self, arrival: Arrival) -> None:
-        """Its memory goes."""
+        """Forget an arrival whose memory goes."""
         self._keepable.discard(arrival)
 
     def disown(self, key: ChunkKey) -> None:
@@ -67,7 +67,7 @@ class ActiveLoads:
         self._keepable = {a for a in self._keepable if a.key != key}
 
     def disown_all(self) -> None:
-        """As `disown`, whichever chunk it was that is deleted."""
+        """Keep nothing of what is under way: any of these chunks may be the deleted one."""
         self._joinable.clear()
         self._keepable.clear()
 
@@ -309,7 +309,7 @@ class Loader:
         return True
 
     def report_failure(self, arrival: Arrival, miss: Miss, detail: str) -> None:
-        """It will not come, or an extra of it, which loads that want no such extra need not know. A
+        """Note what will not come: the object, or an extra that other loads need not know of. A
         damaged object goes in either case, so that the chunk is computed and saved whole."""
         self._metrics.count("kv_misses_total", reason=miss.value)
         slot, record = self._inventory.by_name[arrival.tier_name], arrival.record

@@ -66,7 +66,7 @@ def _new_pages(size_bytes: int) -> mmap.mmap:
 
 
 def _register_pages(size_bytes: int) -> memoryview | None:
-    """Fresh pages, locked for as long as a view of them lives. None: the system refuses.
+    """Return fresh pages, locked for as long as a view of them lives. None: the system refuses.
 
     Registered rather than allocated by torch, whose allocator rounds up to a power of two: a chunk
     of 64 MiB and a header would take 128.
@@ -81,7 +81,7 @@ def _register_pages(size_bytes: int) -> memoryview | None:
 
 
 def _allocate_locked(size_bytes: int) -> Tensor | None:
-    """Locked memory as the driver allocates it. Where pages have to be moved before they can be
+    """Allocate locked memory by the driver. Where pages have to be moved before they can be
     locked (memory that was plugged in later) registering fails and this does not."""
     try:
         tensor = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)

@@ -54,7 +54,7 @@ class Policy(Protocol):
         ...
 
     def record_eviction(self, rank: float) -> None:
-        """A thing of this rank was evicted (not deleted by its owner)."""
+        """Record that a thing of this rank was evicted (not deleted by its owner)."""
         ...
 
 
@@ -70,7 +70,7 @@ class UsageRecord:
     misses: int = field(default=0)
 
     def touch(self, now_s: float) -> None:
-        """One more access."""
+        """Count one more access."""
         if self.uses:
             elapsed_s = max(0.0, now_s - self.last_access_s)
             self.uses *= 0.5 ** (elapsed_s / HALF_LIFE_S)
@@ -78,7 +78,7 @@ class UsageRecord:
         self.last_access_s = now_s
 
     def record_computation(self, cost_s: float, units: int) -> None:
-        """It was not there and had to be computed: `units` of it in `cost_s` seconds."""
+        """Record that a missing thing was computed: `units` of it in `cost_s` seconds."""
         assert units > 0, "nothing was computed"
         self.cost_s = cost_s
         self.misses += 1
@@ -100,7 +100,7 @@ class LRU:
         return usage.last_access_s
 
     def record_eviction(self, rank: float) -> None:
-        """Recency needs no clock of its own."""
+        """Do nothing: recency needs no clock of its own."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class LFU:
         return usage.uses
 
     def record_eviction(self, rank: float) -> None:
-        """Frequency needs no clock of its own."""
+        """Do nothing: frequency needs no clock of its own."""
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class PGDSF:
         return usage.heat + math.log2(max(usage.cost_per_unit_s, LEAST_COST_S))
 
     def record_eviction(self, rank: float) -> None:
-        """Accesses age by themselves."""
+        """Do nothing: accesses age by themselves."""
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}

@@ -30,7 +30,7 @@ class Provenance(NamedTuple):
 
 
 def pack_ids(chunk_ids: Sequence[str]) -> bytes:
-    """The extra BEHIND."""
+    """Return the bytes of the extra BEHIND."""
     return "\n".join(chunk_ids).encode()
 
 
@@ -86,13 +86,14 @@ def find_tagged(
 
 
 def provenance_in(header: Header, memory: Memory) -> Provenance | None:
-    """Of an object in memory that has these extras. None: it does not say."""
+    """Provenance of an object in memory. None: its extras do not say."""
     found = [extra_of(header, memory, name) for name in (CHUNK, BEHIND)]
     return _make_provenance(*(None if data is None else _decode(data) for data in found))
 
 
 def _provenance(tier: Tier, key: ChunkKey) -> Provenance | None:
-    """None: it is gone, is of another version or does not say. Raises TierError."""
+    """Provenance of an object in a tier. None: it is gone, of another version, or does not say.
+    Raises TierError."""
     reader = tier.open(key)
     if reader is None:
         return None

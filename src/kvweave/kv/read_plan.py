@@ -65,7 +65,7 @@ class ReadingOrder:
         self._taken: set[ReadSpan] = set()
 
     def ask(self, layers: Iterable[int]) -> None:
-        """These come after all that was asked for before. Asking again is harmless."""
+        """Ask for layers after all that was asked for before. Asking again is harmless."""
         self._asked.extend(layers)
 
     def ask_first(self, layers: Iterable[int]) -> None:

@@ -21,7 +21,7 @@ _BATCH = 1024  # objects booked at a time: others wait for the lock no longer th
 
 
 class StockTaker:
-    """See the module. Thread-safe; takes the inventory's lock."""
+    """Puts what lies in local tiers into their books. Thread-safe; takes the inventory's lock."""
 
     def __init__(self, inventory: Inventory, remover: Remover) -> None:
         self._inventory = inventory
@@ -30,7 +30,7 @@ class StockTaker:
         self._metrics = inventory.metrics
 
     def take_all(self) -> None:
-        """Of every tier below the host, before the store is used. Blocks on IO."""
+        """Book what every tier below the host holds, before the store is used. Blocks on IO."""
         for slot in self._inventory.below:
             self._take(slot)
 
@@ -71,7 +71,7 @@ class StockTaker:
         slot.reads.record_success()
 
     def _book(self, budget: TierBudget, found: StoredObject) -> bool:
-        """False: there is no room for it. Lock is held."""
+        """Book one object that was found. False: there is no room for it. Lock is held."""
         usage = self._inventory.usage.record_found(found.key, found.written_s, found.size_bytes)
         if found.size_bytes > budget.free_bytes:
             return False

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class KVStore:
-    """See the module. Close it, or use it as a context manager.
+    """Finds chunk KV in its tiers and brings it. Close it, or use it as a context manager.
 
     `inventory` and `remover` are there to look at a tier, or to take an object out of one alone.
     """
@@ -96,7 +96,7 @@ class KVStore:
         return dict(found)
 
     def confirm(self, keys: Collection[ChunkKey]) -> None:
-        """See to it that `peek` is right about these: another process may have deleted them from a
+        """Make sure that `peek` is right about these: another process may have deleted them from a
         tier that both use. Blocks on IO, a look at each; for a caller that computes what is not
         there. Reading needs none of this: what is gone is a miss."""
         for slot in self.inventory.below:
@@ -216,7 +216,7 @@ class KVStore:
         return self.delete(key for key, of in found if is_wanted(of))
 
     def delete_chunks(self, chunk_ids: Collection[str]) -> list[ChunkKey]:
-        """These chunks are no more: remove their KV from every tier, whoever wrote it and for
+        """Remove chunks that are no more: delete their KV from every tier, whoever wrote it and for
         whichever model, preamble and tenant; returns its keys. Blocks on IO: tiers are listed. One
         that fails is counted, and may keep some of it."""
         tags = {tag for each in chunk_ids if (tag := make_tag(each)) is not None}
@@ -232,8 +232,8 @@ class KVStore:
         return list(found)
 
     def bar(self, chunk_ids: Collection[str]) -> None:
-        """These chunks were removed here. What a remote tier still has of them is not served, and
-        no copy is kept of what a load under way brings, until they exist again (`know_by`)."""
+        """Bar chunks that were removed here. What a remote tier still has of them is not served,
+        and no copy is kept of what a load under way brings, until they exist again (`know_by`)."""
         self.inventory.removed.add(chunk_ids)
 
     def remotes(self) -> list[Tier]:
@@ -250,7 +250,7 @@ class KVStore:
             self.remover.clean(slot, work)
 
     def places(self) -> set[str]:
-        """Where its tiers are."""
+        """The places of the store's tiers."""
         return {slot.tier.place for slot in self.inventory.slots}
 
     def know_by(self, known: Callable[[Collection[str]], Collection[str]]) -> None:
@@ -339,7 +339,7 @@ class KVStore:
         return {s.name: None if s.budget is None else s.budget.capacity_bytes for s in slots}
 
     def evictions(self) -> list[StoreEviction]:
-        """The last ones, oldest first."""
+        """The last evictions, oldest first."""
         return list(self.inventory.evictions)
 
     def num_pinned(self) -> int:
@@ -407,7 +407,7 @@ class Finder:
         return None
 
     def unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Those that `peek_books` has no answer for."""
+        """Keys that `peek_books` has no answer for."""
         with self._lock:
             found = {key: self.find(key, {})[0] or self._active.tier_of(key) for key in keys}
         return [key for key, where in found.items() if where is None]

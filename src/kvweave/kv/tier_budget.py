@@ -92,7 +92,7 @@ class TierBudget:
         assert self.reserved_bytes >= 0, "more was given back than reserved"
 
     def add(self, key: ChunkKey, size_bytes: int, usage: ItemUsage, *, reserved: bool) -> TierEntry:
-        """A new entry. `reserved`: its bytes were promised before, which all but a scan does."""
+        """Add an entry. `reserved`: its bytes were promised before, which all but a scan does."""
         assert key not in self._entries, "an object is in the books once"
         if reserved:
             self.unreserve(size_bytes)

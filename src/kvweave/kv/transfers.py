@@ -216,14 +216,14 @@ class Transfer:
         return found
 
     def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
-        """As `extras`, as uint8 tensors over the same bytes: read-only by promise."""
+        """The bytes of `extras` as uint8 tensors, which are read-only by promise."""
         assert not self._lease.released, "the lease behind this transfer was released"
         assert name in self._extras, f"extra {name!r} was not asked for"
         found = {key: self._chunks[key].named_tensor(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
     def _wait_headers(self, extras: Collection[str]) -> dict[ChunkKey, Header]:
-        """The headers of all chunks that are not lost, once these extras are there too."""
+        """Wait for these extras; return the headers of all chunks that are not lost."""
         found: dict[ChunkKey, Header] = {}
         for key, chunk in self._alive():
             answer = chunk.wait_extras(extras, self._patience[chunk.tier_name])
@@ -242,7 +242,7 @@ class Transfer:
             self._asked = end
 
     def _alive(self) -> list[tuple[ChunkKey, LoadedChunk]]:
-        """Whatever is not lost: of the rest nothing is asked for any more."""
+        """The chunks that are not lost: of the others nothing is asked for any more."""
         return [each for each in self._chunks.items() if each[0] not in self.lost]
 
     def _reads_alive(self) -> list[ArrivalReads]:

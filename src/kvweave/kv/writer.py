@@ -39,7 +39,7 @@ class SaveTicket:
             self._open += 1
 
     def answer(self, tier: str | None) -> None:
-        """One tier is done; None if it does not have the object."""
+        """Note the answer of one tier; None if it does not have the object."""
         with self._changed:
             self._open -= 1
             if tier is not None:
@@ -93,7 +93,7 @@ class Writer:
             return any(packed.key == key for packed in self.pending())
 
     def pending(self) -> list[PackedChunk]:
-        """Queued and being written."""
+        """Objects that are queued or being written."""
         with self._changed:
             queued = [each.packed for each in self._queue]
             return queued if self._writing is None else [self._writing, *queued]

@@ -31,7 +31,7 @@ class JsonConstraint:
         self._vocab_size = vocab_size
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """These tokens were given."""
+        """Take in tokens that were given out."""
         for token_id in token_ids:
             self._matcher.consume_token(token_id)
         self._check()
@@ -75,7 +75,7 @@ class JsonGrammars:
             raise RequestError("no answer can be held to this JSON schema: nothing fits it")
 
     def constraint(self, schema: str) -> JsonConstraint:
-        """For one answer; the schema was checked."""
+        """Make the constraint of one answer; its schema was checked before."""
         matcher = self._library.LLMatcher(self._words, self._grammar(schema), log_level=0)
         return JsonConstraint(matcher, self._vocab_size)
 

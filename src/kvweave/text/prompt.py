@@ -65,7 +65,7 @@ class PastMessage:
     calls: tuple[Message, ...] = ()  # of an assistant, as a chat template wants them
 
     def as_message(self) -> dict[str, Any]:
-        """As a chat template wants it, without the chunks."""
+        """The message in the form a chat template wants, without the chunks."""
         said: dict[str, Any] = {"role": self.role, "content": self.content}
         return {**said, "tool_calls": list(self.calls)} if self.calls else said
 
@@ -92,7 +92,7 @@ def lay_out(
     use: ToolUse | None = None,
     since: Sequence[Message] = (),
 ) -> Prompt:
-    """As `build_prompt`, for chunks that have their token ids already, behind a history. The
+    """Lay out chunks that have their token ids already, and a question, behind a history. The
     preamble shows the tools of `use`; `since` are calls and their results behind the question."""
     tools = _tools(tokenizer, use, history, since)
     preamble, closing = split_template(tokenizer, system, tools, since)
@@ -180,7 +180,7 @@ def spanned_prompt(
 
 
 def _of_parts(parts: list[tuple[int, ...]], closing: tuple[int, ...]) -> Prompt:
-    """The last part is what is always computed."""
+    """Make a prompt of parts; the last of them is what is always computed."""
     if not closing and parts:
         closing = parts.pop()
     return Prompt((), (), closing, (0, len(closing)), history=tuple(parts))
@@ -251,7 +251,7 @@ def _history(
 def _render_history(
     tokenizer: Tokenizer, system: str, past: Sequence[PastMessage], tools: Sequence[Message]
 ) -> list[tuple[TemplatePart, PastMessage | None]]:
-    """The history in the template's words (None) and in the messages', behind the preamble."""
+    """Render the history behind the preamble: the template's words (None) and the messages'."""
     if not tokenizer.has_chat_template:
         spoken: list[tuple[TemplatePart, PastMessage | None]] = []
         for place, message in enumerate(past):

@@ -110,7 +110,7 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode; send UTF-8") from error
 
     def encode_text_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode_text`, and for each id the half-open character range it came from.
+        """Ids of foreign text, and for each id the half-open character range it came from.
 
         A character that takes several tokens is the range of each of them.
         """
@@ -316,7 +316,7 @@ def _controls(tokenizer: FastTokenizer) -> list[AddedToken]:
 
 
 def _disarm(tokenizer: FastTokenizer) -> None:
-    """No text becomes a control token by it. Its vocabulary stays as it is."""
+    """Keep a tokenizer from making control tokens of text. Its vocabulary stays as it is."""
     tokenizer.add_special_tokens(
         [
             AddedToken(

@@ -55,7 +55,7 @@ class ToolUse:
         *,
         parallel: bool = True,
     ) -> "ToolUse | None":
-        """None: there is nothing to call. Raises RequestError."""
+        """Parse the tools of a request. None: there is nothing to call. Raises RequestError."""
         made = tuple(_check_tool(tool, place) for place, tool in enumerate(tools))
         names = [tool["function"]["name"] for tool in made]
         if len(made) > MOST_TOOLS:
@@ -190,7 +190,7 @@ class CallReader:
         return kept
 
     def _end_call(self, inside: str, closing: str) -> ReadPiece:
-        """A call whose end was read, or the words that only look like one."""
+        """Return the call whose end was read, or the words that only look like one."""
         calls = self._parse_calls(inside)
         if not calls:
             return ReadPiece(self._words(f"{CALL_OPEN}{inside}{closing}"))
@@ -198,7 +198,7 @@ class CallReader:
         return ReadPiece("", calls)
 
     def _parse_calls(self, text: str) -> tuple[ToolCall, ...]:
-        """The calls that a text is, one JSON object behind the other; none: it is words."""
+        """Parse a text as calls, one JSON object behind the other; none: it is words."""
         calls = [self._call_of(each) for each in _objects(text)]
         made = tuple(call for call in calls if call is not None)
         if len(made) < len(calls):
@@ -284,7 +284,7 @@ def _template_call(call: Any) -> dict[str, Any]:
 
 
 def _check_tool(tool: Any, place: int) -> Mapping[str, Any]:
-    """A tool as templates show it: the same words whatever else the caller sent."""
+    """Check a tool and return what templates show of it, whatever else the caller sent."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
         raise RequestError(f"tools[{place}] is no {{'type': 'function', 'function': {{…}}}}")
@@ -310,7 +310,7 @@ def _chosen_name(choice: str | Mapping[str, Any] | None) -> str | None:
 
 
 def _rebase_refs(schema: Any, place: str) -> Any:
-    """A schema that stands at `place` of another one: what refers to its root refers there."""
+    """Rewrite a schema that stands at `place` of another: references to its root point there."""
     if isinstance(schema, Mapping):
         return {
             key: place + value[1:]

@@ -27,13 +27,13 @@ ANGLE_ERROR = 2e-2  # of cosine and sine: they may be kept in 16 bits; wrong one
 
 
 def refuse(complaints: Sequence[str]) -> None:
-    """Raise ConfigError with all of them; nothing if there are none."""
+    """Raise ConfigError with all complaints, if there are any."""
     if complaints:
         raise ConfigError(f"kvweave cannot fuse inside this vLLM: {'; '.join(complaints)}")
 
 
 def config_complaints(config: Any) -> list[str]:
-    """Of a VllmConfig."""
+    """What a VllmConfig asks for that cannot be fused."""
     parallel, model = config.parallel_config, config.model_config
     sizes = {name: getattr(parallel, name, 1) for name in PARALLEL}
     found = [
@@ -61,7 +61,7 @@ def config_complaints(config: Any) -> list[str]:
 
 
 def model_complaints(model: Any, spec: ModelSpec) -> list[str]:
-    """Of the loaded modules, against what config.json says."""
+    """Where the loaded modules differ from what config.json says."""
     found = []
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     if len(layers) != spec.num_layers:

@@ -221,5 +221,5 @@ class KvweaveConnector(KVConnectorBase_V1):
 
 
 def _layer_number(name: str) -> int:
-    """Of "model.layers.11.self_attn.attn"."""
+    """The number in a layer's name such as "model.layers.11.self_attn.attn"."""
     return int(next(part for part in name.split(".") if part.isdigit()))

@@ -56,11 +56,11 @@ class ChunkNames:
         self._behind = replace(context, variant=variant)
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """Behind its encoding context."""
+        """The key of a chunk behind its encoding context."""
         return make_chunk_key(self._behind, token_ids)
 
     def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """Right behind the preamble."""
+        """The key of a chunk right behind the preamble."""
         return make_chunk_key(self._isolated, token_ids)
 
 

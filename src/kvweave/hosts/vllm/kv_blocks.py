@@ -37,7 +37,7 @@ def read_split(blocks: Tensor) -> LayerKV:
 
 
 def read_cpu(blocks: Tensor) -> LayerKV:
-    """Of a block and head: keys transposed [D, N], then values [N, D]; vLLM's CPU backend."""
+    """Read vLLM's CPU layout: by block and head, keys transposed [D, N], then values [N, D]."""
     n, heads, size, width = blocks.shape
     dim = width // 2
     flat = blocks.reshape(n, heads, 2, size * dim)

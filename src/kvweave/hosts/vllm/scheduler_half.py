@@ -76,7 +76,7 @@ class RequestPlan:
 
 
 class SchedulerHalf:
-    """See the module."""
+    """Decides which requests are fused, in vLLM's scheduler."""
 
     def __init__(
         self, settings: HostSettings, identity: ModelIdentity, store: KVStore, block_tokens: int
@@ -133,7 +133,7 @@ class SchedulerHalf:
     def order_fill(
         self, request: ServedRequest, block_ids: Sequence[int], num_external: int
     ) -> None:
-        """vLLM has blocks for a request, of whose tokens `num_external` are to be filled."""
+        """Order the filling of the last `num_external` tokens, once vLLM allocated blocks."""
         plan = self._plans.get(request.request_id)
         if plan is None or plan.wish is None or not num_external:
             return
@@ -143,7 +143,7 @@ class SchedulerHalf:
         self._orders.fuse.append(order)
 
     def forget_request(self, request_id: str) -> dict[str, Any] | None:
-        """Forget a request; what its reply says of it."""
+        """Forget a request and return what its reply says of it."""
         plan = self._plans.pop(request_id, None)
         report = self._reports.pop(request_id, {})
         if plan is None:
@@ -174,7 +174,7 @@ class SchedulerHalf:
         return orders
 
     def note_report(self, report: StepReport) -> None:
-        """What the worker did."""
+        """Note what the worker did."""
         for request_id, each in report.fused.items():
             if request_id in self._plans:
                 self._reports[request_id] = each
@@ -236,7 +236,8 @@ class SchedulerHalf:
         return replace(plan, way="fused", wish=wish, salt=salt)
 
     def _forget(self, chunk_ids: tuple[str, ...]) -> None:
-        """Chunks are no more. The worker deletes them with this step, before any reply."""
+        """Forget chunks that are no more. The worker deletes them with this step, before any
+        reply."""
         self._orders.forget.append(ForgetOrder(chunk_ids))
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
@@ -275,7 +276,7 @@ class SchedulerHalf:
         return None
 
     def _num_cached(self, request: ServedRequest) -> int:
-        """Blocks in front that vLLM has."""
+        """Number of blocks in front that vLLM has."""
         count = 0
         for each in request.block_hashes:
             if not self._is_cached(each):
@@ -303,7 +304,8 @@ class SchedulerHalf:
 
     @staticmethod
     def _mark_ready(order: FuseOrder, written: Mapping[int, set[str]]) -> FuseOrder:
-        """Of the blocks that vLLM has for a request, another may be writing some in this step."""
+        """Mark whether blocks that vLLM has for a request are free of other writers in this
+        step."""
         others = (written.get(block_id, set()) - {order.request_id} for block_id in order.block_ids)
         return replace(order, is_local_ready=not any(others))
 

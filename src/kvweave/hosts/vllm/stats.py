@@ -42,7 +42,7 @@ class FusionMetrics(KVConnectorPromMetrics):
     """The counters of an API server. On its one thread."""
 
     def __init__(self, *args: Any) -> None:
-        """As vLLM makes them: its config, the kinds of metrics, labels, their values by engine."""
+        """vLLM calls this with its config, kinds of metrics, labels and their values by engine."""
         super().__init__(*args)
         self._counters = {
             label: self._counter_cls(

@@ -72,8 +72,8 @@ class FuseWish:
 def parse_wish(
     params: Mapping[str, Any], num_tokens: int, defaults: Defaults, num_layers: int
 ) -> FuseWish | None:
-    """None: nothing is asked of us. Raises RequestError, or ConfigError where a strategy wants
-    what this model has not."""
+    """Parse a request's parameters. None: nothing is asked of us. Raises RequestError, or
+    ConfigError where a strategy wants what this model has not."""
     given = params.get(NAME)
     if given is None:
         return None

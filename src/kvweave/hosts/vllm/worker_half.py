@@ -42,7 +42,7 @@ HAD = "vLLM has it"
 
 
 class WorkerHalf:
-    """See the module. Close it."""
+    """Fills blocks of fused requests and encodes chunks, in the worker. Close it."""
 
     def __init__(
         self, decoder: FusionDecoder, blocks: KVBlocks, store: KVStore, identity: ModelIdentity
@@ -107,7 +107,7 @@ class WorkerHalf:
     # ---- fusing
 
     def _num_had(self, order: FuseOrder) -> int:
-        """Blocks in front that vLLM has."""
+        """Number of blocks in front that vLLM has."""
         return order.num_local // self._blocks.block_tokens
 
     def _fuse(self, order: FuseOrder) -> FuseRecord:
@@ -172,7 +172,7 @@ class WorkerHalf:
     # ---- encoding and forgetting
 
     def _work_off(self, order: EncodeOrder | ForgetOrder) -> list[ChunkKey]:
-        """Any thread. Keys of what is stored from now on."""
+        """Carry out an order on any thread. Returns keys of what is stored from now on."""
         if isinstance(order, EncodeOrder):
             return self._encode(order)
         keys = self._store.delete_chunks(order.chunk_ids)

@@ -249,7 +249,7 @@ def _fill(out: Tensor, pieces: Sequence[Tensor]) -> None:
 def _join_layers(
     data: Sequence[Tensor], shapes: Sequence[LayerShape], bits: int, group: int, params: int
 ) -> tuple[Groups, Groups]:
-    """Keys and values of layers that were stored alike, one behind the other along tokens.
+    """Join keys and values of layers that were stored alike, one behind the other along tokens.
 
     Views of the bytes if it is one layer, as far as they can be viewed.
     """

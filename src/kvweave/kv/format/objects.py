@@ -144,7 +144,7 @@ def extra_of(header: Header, memory: Memory, name: str) -> memoryview | None:
 
 
 def extra_tensor(header: Header, memory: Memory, name: str) -> Tensor | None:
-    """The same as uint8 [n], on the host, read-only by promise: a device copies from it."""
+    """A named extra as uint8 [n] on the host, read-only by promise: a device copies from it."""
     section = header.extras.get(name)
     if section is None:
         return None
@@ -159,8 +159,9 @@ def layer_of(header: Header, memory: Memory, layer: int) -> EncodedLayer:
 
 
 def layers_of(header: Header, memory: Memory) -> Tensor:
-    """All layers of such an object, uint8 [n]: one behind the other, each padded to the alignment.
-    They are alike and end where the object ends, see `_check_decodable` and header.py."""
+    """All layers of an object in memory, uint8 [n]: one behind the other, each padded to the
+    alignment. They are alike and end where the object ends, see `_check_decodable` and
+    header.py."""
     return memory.tensor[header.layers[0].offset : header.total_bytes]
 
 
@@ -192,12 +193,12 @@ def read_head(reader: Reader, key: ChunkKey, scratch: memoryview) -> Head:
 
 
 def read_header(reader: Reader, key: ChunkKey) -> Header:
-    """The header alone. Raises as `read_head` does."""
+    """Read and check the header alone. Raises what `read_head` raises."""
     return read_head(reader, key, new_memory(PRELUDE_BYTES, pinned=False).view).header
 
 
 def _check_decodable(header: Header) -> Header:
-    """The header, if its layers can be decoded here. Raises TierCorrupt or TierForeign."""
+    """Return the header if its layers can be decoded here. Raises TierCorrupt or TierForeign."""
     if header.codec not in CODECS:
         raise TierForeign(f"codec {header.codec!r} is not known here: written by a newer kvweave")
     try:

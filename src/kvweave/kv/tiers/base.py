@@ -43,7 +43,7 @@ class PreludeReader:
 
 
 def among(keys: Iterable[ChunkKey], tags: Collection[ChunkTag]) -> list[ChunkKey]:
-    """Those of some keys that belong to one of these chunks."""
+    """Select the keys that belong to one of these chunks."""
     return [key for key in keys if tag_of(key) in tags]
 
 
@@ -99,7 +99,7 @@ class Tier(Protocol):
         ...
 
     def delete(self, key: ChunkKey) -> bool:
-        """True if it was here."""
+        """Delete an object. True if it was here."""
         ...
 
     def quarantine(self, key: ChunkKey) -> bool:

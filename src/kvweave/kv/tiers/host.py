@@ -110,7 +110,7 @@ class HostTier:
         return among((each.key for each in self.scan()), tags)
 
     def check(self) -> None:
-        """Always there."""
+        """Do nothing: host memory is always there."""
 
     def close(self) -> None:
         """Views of the memory keep it alive until they go."""
@@ -141,14 +141,15 @@ class HostTier:
             self._kept[key] = _HostObject(memory, size_bytes, is_whole)
 
     def complete(self, key: ChunkKey) -> None:
-        """What an object lacked was filled in. Harmless after `close`, which waits for no load."""
+        """Mark an object whole once what it lacked was filled in. Harmless after `close`, which
+        waits for no load."""
         with self._lock:
             kept = self._kept.get(key)
             if kept is not None:
                 self._kept[key] = kept._replace(is_whole=True)
 
     def is_whole(self, key: ChunkKey) -> bool:
-        """Whether it is here with all its extras."""
+        """Whether an object is here with all its extras."""
         kept = self._kept.get(key)
         return kept is not None and kept.is_whole
 

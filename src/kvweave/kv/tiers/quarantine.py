@@ -46,13 +46,13 @@ class Quarantine:
 
 
 def _put_aside_ns(path: Path) -> int:
-    """As the name says; the file's own times are those of its writing."""
+    """When a file was put aside, read from its name; its own times are those of its writing."""
     digits = path.stem.rpartition(".")[2]
     return int(digits) if digits.isdecimal() else 0
 
 
 def _size_bytes(path: Path) -> int:
-    """0 for a file that is gone."""
+    """Size of a file; 0 for one that is gone."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def _delete(path: Path) -> int:
-    """Bytes freed; 0 where another process was faster."""
+    """Delete a file and return the bytes freed; 0 where another process was faster."""
     size_bytes = _size_bytes(path)
     try:
         path.unlink()

@@ -98,7 +98,7 @@ class RedisTier:
         self._client.close()
 
     def _keys(self) -> Iterator[ChunkKey]:
-        """Of every object, each once."""
+        """Keys of all objects, each once."""
         seen: set[ChunkKey] = set()  # SCAN may name a key twice
         cursor = 0
         pattern = _escape_prefix(self._cfg.prefix) + "*"
@@ -148,5 +148,5 @@ class RedisTier:
 
 
 def _escape_prefix(prefix: str) -> str:
-    """A prefix that SCAN takes literally."""
+    """Escape a prefix so that SCAN takes it literally."""
     return "".join(f"\\{c}" if c in "*?[]^\\" else c for c in prefix)

@@ -110,7 +110,7 @@ class S3Tier:
         self._client.close()
 
     def _list_objects(self, below: str) -> Iterator[Any]:
-        """What the bucket has below our prefix and `below`, page by page."""
+        """List what the bucket has below our prefix and `below`, page by page."""
         pages = self._client.get_paginator("list_objects_v2").paginate(
             Bucket=self._cfg.bucket, Prefix=f"{self._cfg.prefix}{below}"
         )
@@ -121,7 +121,7 @@ class S3Tier:
     def _read(
         self, key: ChunkKey, etag: str, size_bytes: int, offset: int, out: memoryview
     ) -> None:
-        """From that version of an object which has this ETag."""
+        """Read from the version of an object that has this ETag."""
         end = offset + len(out)
         if end > size_bytes:
             raise TierCorrupt(f"object ends at {size_bytes}, wanted {end}")

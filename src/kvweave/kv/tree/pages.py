@@ -46,7 +46,7 @@ class TreeBudget:
         return self.capacity_bytes - self.used_bytes
 
     def rerank(self, node: Node, usage: ItemUsage) -> None:
-        """The node entered this tier or was accessed: its rank is taken from today's clock."""
+        """Rank a node that entered this tier or was accessed, by the present clock."""
         node.ranks[self.tier] = self.policy.rank(usage)
         self.place(node)
 
@@ -90,7 +90,7 @@ class TreeBudget:
         return chosen
 
     def record_evictions(self, nodes: list[Node]) -> None:
-        """These left by rank: the clock rises to the highest of them and never falls."""
+        """Raise the clock to the highest rank of nodes that were evicted; it never falls."""
         now_s = time.time()
         for node in nodes:
             rank = node.ranks[self.tier]
@@ -143,7 +143,7 @@ class NodePages:
         self._doomed: list[Node] = []  # tops of subtrees out of the tree that a lease still holds
 
     def give(self, node: Node, tier: TreeTier, pages: Pages) -> None:
-        """A node gets a copy. Its room must have been made."""
+        """Give a node a copy of its pages. Its room must have been made."""
         assert tier not in node.pages, "a node has one copy per tier"
         node.pages[tier] = pages
         self.budgets[tier].used_bytes += pages.size_bytes
@@ -153,7 +153,7 @@ class NodePages:
             self.budgets[DEVICE].place(node.parent)
 
     def rerank(self, node: Node) -> None:
-        """The node was accessed: each tier ranks it anew with its own clock."""
+        """Rank an accessed node anew in each tier, by the tier's own clock."""
         usage = self._usage(node)
         for tier in node.pages:
             self.budgets[tier].rerank(node, usage)
@@ -180,7 +180,7 @@ class NodePages:
         return True
 
     def lowest_device_rank(self) -> float | None:
-        """Of the leaf that would leave the device first; None: there is none."""
+        """The rank of the leaf that would leave the device first; None: there is none."""
         leaf = self.budgets[DEVICE].lowest(_is_unpinned)
         return None if leaf is None else leaf.ranks[DEVICE]
 
@@ -203,12 +203,12 @@ class NodePages:
         return True
 
     def copy_ahead(self, node: Node) -> bool:
-        """As `swap_out`, while the node stays and only into room that is free."""
+        """Copy a device node to host while it stays, and only into room that is free."""
         has_room = self.budgets[HOST].free_bytes >= node.pages[DEVICE].size_bytes
         return has_room and self.swap_out(node)
 
     def lose_host(self, node: Node) -> None:
-        """A host copy is no good. Without another one the node goes, with everything below it."""
+        """Drop a bad host copy. A node without another copy goes, with everything below it."""
         pages = node.pages.pop(HOST)
         self.budgets[HOST].used_bytes -= pages.size_bytes
         self.budgets[HOST].discard(node)
@@ -228,7 +228,7 @@ class NodePages:
         return copy.size_bytes
 
     def drop(self, top: Node) -> None:
-        """Out of the tree with a node and everything below it; leased pages go with the lease."""
+        """Take a node and all below it out of the tree; leased pages go with the lease."""
         parent = top.parent
         assert parent is not None, "the preamble never leaves"
         del parent.children[top.chunk_id]
@@ -250,7 +250,7 @@ class NodePages:
             self._free_below(top)
 
     def unpin(self, nodes: list[Node]) -> None:
-        """A lease gives nodes back."""
+        """Take a lease's pin off its nodes."""
         for node in nodes:
             node.pins -= 1
             assert node.pins >= 0, "a lease was released twice"

@@ -41,11 +41,11 @@ class PathMemory:
         return record
 
     def take(self, key: bytes, num_tokens: int) -> UsageRecord:
-        """The path enters the tree and carries its own numbers from now on."""
+        """Hand over the numbers of a path that enters the tree and carries them from now on."""
         return self._records.pop(key, None) or UsageRecord(size=num_tokens)
 
     def keep(self, key: bytes, record: UsageRecord) -> None:
-        """The path left the tree."""
+        """Keep the numbers of a path that left the tree."""
         self._records[key] = record
         if len(self._records) > self._max_paths:
             self._records.popitem(last=False)

@@ -295,7 +295,7 @@ class KnowledgeTree:
                 return
 
     def discard(self, node: Node) -> int:
-        """A node's KV is no good: out of the tree with it and everything behind it. Returns nodes.
+        """Take a node of bad KV, and all behind it, out of the tree; returns how many nodes.
 
         Pages that a running request reads stay until its lease goes.
         """
