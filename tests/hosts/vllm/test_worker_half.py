@@ -20,7 +20,7 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
 from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder, FuseOrder, StepOrders
-from kvweave.hosts.vllm.wish import FuseWish
+from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.worker_half import WorkerHalf
 from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.residency import Residency
@@ -87,7 +87,7 @@ def exact(decoder: Decoder) -> SequenceKV:
 
 
 def order(name: str = "a", num_local: int = 0, **more: object) -> FuseOrder:
-    wish = FuseWish(8, SPANS, "weave", float(more.pop("ratio", 1.0)), is_encoded_first=True)  # type: ignore[arg-type]
+    wish = ReuseRequest(8, SPANS, "weave", float(more.pop("ratio", 1.0)), is_encoded_first=True)  # type: ignore[arg-type]
     return FuseOrder(name, IDS, wish, TABLE, num_local, **more)  # type: ignore[arg-type]
 
 

@@ -36,7 +36,7 @@ from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.kv.tree import ChunkRef
-from kvweave.kv.tree.behind import TreeBehind
+from kvweave.kv.tree.preamble_view import TreeBehind
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths

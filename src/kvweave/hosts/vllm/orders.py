@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvweave.hosts.vllm.wish import FuseWish
+from kvweave.hosts.vllm.reuse_request import ReuseRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class FuseOrder:
 
     request_id: str
     token_ids: tuple[int, ...]  # of the prompt
-    wish: FuseWish
+    wish: ReuseRequest
     block_ids: tuple[int, ...]  # of the request, in position order
     num_local: int  # tokens in front whose KV vLLM has: never written
     is_local_ready: bool = True  # it was there before this step: may be read

@@ -28,9 +28,16 @@ from kvweave.hosts.vllm.orders import (
     StepOrders,
     StepReport,
 )
+from kvweave.hosts.vllm.reuse_request import (
+    NAME,
+    Defaults,
+    Part,
+    ReuseRequest,
+    parse_forget,
+    parse_reuse_request,
+)
 from kvweave.hosts.vllm.salted_hashes import salt_blocks
 from kvweave.hosts.vllm.settings import HostSettings
-from kvweave.hosts.vllm.wish import NAME, Defaults, FuseWish, Part, parse_forget, parse_wish
 from kvweave.kv.keys import ChunkKey, make_tag, tag_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
@@ -66,7 +73,7 @@ class RequestPlan:
 
     way: Literal["fused", "exact", "refused"]
     why: str = ""
-    wish: FuseWish | None = None  # set exactly when fused
+    wish: ReuseRequest | None = None  # set exactly when fused
     salt: bytes = b""
     num_tokens: int = 0  # of its prompt
     owed: tuple[list[Ids], list[Ids]] = field(default_factory=lambda: ([], []))  # not stored: ids
@@ -211,7 +218,7 @@ class SchedulerHalf:
         num_layers = self._identity.spec.num_layers
         if unfit := _unfit(request, ids):
             return RequestPlan("refused", unfit)
-        wish = parse_wish(params, len(ids), defaults, num_layers)
+        wish = parse_reuse_request(params, len(ids), defaults, num_layers)
         if wish is None:
             return RequestPlan("refused", f"{NAME} is null; leave it out")
         stored = self._find_stored(wish, ids)
@@ -242,7 +249,7 @@ class SchedulerHalf:
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
-    def _find_stored(self, wish: FuseWish, ids: Ids) -> list[bool]:
+    def _find_stored(self, wish: ReuseRequest, ids: Ids) -> list[bool]:
         """Whether each chunk's KV is in some tier."""
         names = self._identity.names(ids[: wish.preamble], wish.tenant)
         keys = []
@@ -257,7 +264,7 @@ class SchedulerHalf:
         ]
 
     def _why_not(
-        self, request: ServedRequest, wish: FuseWish, missing: Sequence[Part], num_tokens: int
+        self, request: ServedRequest, wish: ReuseRequest, missing: Sequence[Part], num_tokens: int
     ) -> str | None:
         """Why a request is left to vLLM; None: it is fused."""
         if wish.strategy(self._identity.spec.num_layers).reuses != "all":

@@ -36,7 +36,7 @@ class Defaults(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class FuseWish:
+class ReuseRequest:
     """A request's spans and how they shall be reused."""
 
     preamble: int  # tokens in front, which chunk KV is computed behind
@@ -69,9 +69,9 @@ class FuseWish:
         return open_strategy(self.reuse, ModelFacts(num_layers))
 
 
-def parse_wish(
+def parse_reuse_request(
     params: Mapping[str, Any], num_tokens: int, defaults: Defaults, num_layers: int
-) -> FuseWish | None:
+) -> ReuseRequest | None:
     """Parse a request's parameters. None: nothing is asked of us. Raises RequestError, or
     ConfigError where a strategy wants what this model has not."""
     given = params.get(NAME)
@@ -102,7 +102,7 @@ def parse_wish(
         raise RequestError(f"tenant must be a text, got {tenant!r}")
     if missing not in MISSING:
         raise RequestError(f"missing must be one of {', '.join(MISSING)}; got {missing!r}")
-    return FuseWish(
+    return ReuseRequest(
         preamble,
         chunks,
         reuse,

@@ -5,19 +5,23 @@ from typing import Any
 import pytest
 
 from kvweave.errors import KVWeaveError
-from kvweave.hosts.vllm.wish import Defaults, FuseWish, Part, parse_wish
+from kvweave.hosts.vllm.reuse_request import Defaults, Part, ReuseRequest, parse_reuse_request
 
 
-def parse(**given: Any) -> FuseWish | None:
-    return parse_wish({"kvweave": given}, 100, Defaults("weave", 0.3), 24)
+def parse(**given: Any) -> ReuseRequest | None:
+    return parse_reuse_request({"kvweave": given}, 100, Defaults("weave", 0.3), 24)
 
 
 def test_a_request_without_spans_asks_for_nothing() -> None:
-    assert parse_wish({"do_remote_prefill": True}, 100, Defaults("weave", None), 24) is None
+    assert (
+        parse_reuse_request({"do_remote_prefill": True}, 100, Defaults("weave", None), 24) is None
+    )
 
 
 def test_defaults_are_the_connectors_and_the_first_chunk_ends_the_preamble() -> None:
-    assert parse(chunks=[[10, 20], [20, 40]]) == FuseWish(10, ((10, 20), (20, 40)), "weave", 0.3)
+    assert parse(chunks=[[10, 20], [20, 40]]) == ReuseRequest(
+        10, ((10, 20), (20, 40)), "weave", 0.3
+    )
 
 
 def test_another_strategy_brings_its_own_ratio() -> None:
@@ -69,9 +73,9 @@ def test_what_lies_between_chunks_is_a_gap() -> None:
 )
 def test_what_cannot_be_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(KVWeaveError, match=words):
-        parse_wish({"kvweave": given}, 100, Defaults("weave", None), 24)
+        parse_reuse_request({"kvweave": given}, 100, Defaults("weave", None), 24)
 
 
 def test_something_else_than_an_object_is_named() -> None:
     with pytest.raises(KVWeaveError, match="object"):
-        parse_wish({"kvweave": [1, 2]}, 100, Defaults("weave", None), 24)
+        parse_reuse_request({"kvweave": [1, 2]}, 100, Defaults("weave", None), 24)
