@@ -233,7 +233,7 @@ class _Same:
         self._stitched = stitched
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
-        return self._stitched.unturned(layer)
+        return self._stitched.unturned_kv(layer)
 
     def extras(self, name: str) -> Any:
         return self._stitched.extras(name)

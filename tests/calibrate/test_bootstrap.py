@@ -17,7 +17,7 @@ def test_an_interval_holds_the_mean_and_narrows_with_questions() -> None:
 
 def test_recovery_is_a_ratio_of_means() -> None:
     boot = Bootstrap(2)
-    found = boot.recovered(np.array([1.0, 0.0]), np.array([1.0, 3.0]))
+    found = boot.recovered_share(np.array([1.0, 0.0]), np.array([1.0, 3.0]))
     assert found is not None
     assert found.mean == 0.75
-    assert boot.recovered(np.zeros(2), np.zeros(2)) is None
+    assert boot.recovered_share(np.zeros(2), np.zeros(2)) is None

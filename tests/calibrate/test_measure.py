@@ -194,7 +194,7 @@ def test_a_half_type_whose_rounding_uses_up_the_bound_cannot_be_calibrated_to_it
         name = "isolated"
 
         def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
-            chunks = encode_chunks(half, prefixes.of(case.preamble), case.chunks)
+            chunks = encode_chunks(half, prefixes.prefix_for(case.preamble), case.chunks)
             return ComputedChunks(
                 [[LayerKV(kv.k * (1 + eps), kv.v * (1 + eps)) for kv in each] for each in chunks]
             )

@@ -153,7 +153,7 @@ def prefilled(decoder: Decoder) -> tuple[Trials, torch.Tensor]:
     for number, chunk in enumerate(((5, 6, 7, 8), (9, 10, 11, 12))):
         case = Case((1, 2), (chunk,), (13, 14, 15), (0, 3))
         request = case.request((), first_is_exact=False)
-        kv, preamble = trials.kv(number), ContextPrefixes(decoder).of(case.preamble)
+        kv, preamble = trials.kv(number), ContextPrefixes(decoder).prefix_for(case.preamble)
         stitched = stitch(decoder, request, preamble, ComputedChunks([]), kv)
         logits.append(fuse(stitched).logits)
     return trials, torch.stack(logits)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kvweave.engine import lifecycle
+from kvweave.engine.bad_pages import has_bad_rows, is_bad_chunk
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.prefixes import ExactPrefixes
-from kvweave.engine.unsound import is_unsound, is_unsound_chunk
 from kvweave.errors import ConfigError, NoDeviceMemory, NoNumbers
 from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.model.decoder import Decoder
@@ -161,10 +161,10 @@ def test_rows_that_nobody_wrote_may_be_anything(decoder: Decoder) -> None:
     pool.keys.zero_()
     pool.values.zero_()
     pool.keys[0, 7, 2:] = torch.nan
-    assert not is_unsound(pool, [3, 7], 6)
-    assert is_unsound(pool, [3, 7], 7)
+    assert not has_bad_rows(pool, [3, 7], 6)
+    assert has_bad_rows(pool, [3, 7], 7)
     pool.values[-1, 3, 0, 0, 0] = torch.inf
-    assert is_unsound(pool, [3, 7], 6)
+    assert has_bad_rows(pool, [3, 7], 6)
 
 
 def test_a_coded_chunk_is_told_by_its_scales(decoder: Decoder) -> None:
@@ -172,12 +172,12 @@ def test_a_coded_chunk_is_told_by_its_scales(decoder: Decoder) -> None:
     pool = KVPool(decoder.spec, 8, 4, torch.float32, torch.device("cpu"), codes_chunks=True)
     pool.keys.view(torch.int32).fill_(-1)  # codes of -1: as floats, no numbers
     tokens_of_page = pool.chunk_page_tokens
-    assert not is_unsound_chunk(pool, [3, 7], tokens_of_page + 2)
+    assert not is_bad_chunk(pool, [3, 7], tokens_of_page + 2)
     coded = pool.codes(1)
     assert coded is not None
     coded.scales[7, 0, 2, 1] = torch.nan
-    assert not is_unsound_chunk(pool, [3, 7], tokens_of_page + 2), "it ends before"
-    assert is_unsound_chunk(pool, [3, 7], tokens_of_page + 3)
+    assert not is_bad_chunk(pool, [3, 7], tokens_of_page + 2), "it ends before"
+    assert is_bad_chunk(pool, [3, 7], tokens_of_page + 3)
 
 
 # ── a failure while a token is handed out ────────────────────────────────────

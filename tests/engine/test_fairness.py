@@ -179,7 +179,7 @@ def test_tenants_that_always_have_requests_get_equal_shares(costs: list[tuple[st
     served = {"a": 0, "b": 0}
     left = {t: sum(tenant == t for tenant, _ in costs) for t in "ab"}
     for rank, tenant, cost in queue:
-        ranks.began(rank)
+        ranks.advance_to(rank)
         served[tenant] += cost
         left[tenant] -= 1
         if all(left.values()):
@@ -189,7 +189,7 @@ def test_tenants_that_always_have_requests_get_equal_shares(costs: list[tuple[st
 def test_one_that_was_away_gains_nothing_by_it() -> None:
     ranks = FairRanks()
     for _ in range(10):
-        ranks.began(ranks.rank("busy", 10))
+        ranks.advance_to(ranks.rank("busy", 10))
     late = [ranks.rank("late", 10) for _ in range(3)]
     assert late == [90.0, 100.0, 110.0], "from where the other is now, not from the beginning"
 

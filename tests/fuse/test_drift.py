@@ -61,7 +61,7 @@ def move(
         if position in chosen:
             at = int(torch.searchsorted(stitched.placed, position))
             sway = noise * (1 if chosen.index(position) % 2 else -1)
-            stored = stitched.unturned(layer)
+            stored = stitched.unturned_kv(layer)
             fresh_k[i] = stored.k[at] + change.k[0] + sway
             fresh_v[i] = stored.v[at] + change.v[0] + sway
     before = LayerKV(kv.keys(layer).clone(), kv.values(layer).clone())

@@ -220,7 +220,7 @@ class Counted:
     def wait(self) -> None:
         self.waits += 1
 
-    def took(self, seconds: float) -> None:
+    def record_hold(self, seconds: float) -> None:
         self.seconds += seconds
 
 

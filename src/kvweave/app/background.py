@@ -141,6 +141,6 @@ class BackgroundTurn:
                 return
         raise GaveUp
 
-    def took(self, seconds: float) -> None:
+    def record_hold(self, seconds: float) -> None:
         """It was had for so long."""
         self._pace.rest(seconds)

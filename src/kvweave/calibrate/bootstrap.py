@@ -39,7 +39,7 @@ class Bootstrap:
         """The mean of one value per question."""
         return _interval(float(values.mean()), self._weights @ values)
 
-    def recovered(self, values: Values, worst: Values) -> Interval | None:
+    def recovered_share(self, values: Values, worst: Values) -> Interval | None:
         """1 - mean / mean of `worst`; None where there is next to nothing to recover."""
         if worst.mean() <= 0.0:
             return None

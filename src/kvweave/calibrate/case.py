@@ -55,7 +55,7 @@ class Case:
             asked=self.asked,
         )
 
-    def reordered(self) -> "Case":
+    def with_another_order(self) -> "Case":
         """The same with its chunks in another order: drawn, the same in every process, and never
         the order they have, unless there is one chunk."""
         order = list(range(len(self.chunks)))

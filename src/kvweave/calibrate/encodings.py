@@ -58,7 +58,7 @@ class ContextPrefixes:
         self._decoder = decoder
         self._known: dict[tuple[int, ...], Prefix] = {}
 
-    def of(self, token_ids: Sequence[int]) -> Prefix:
+    def prefix_for(self, token_ids: Sequence[int]) -> Prefix:
         ids = tuple(token_ids)
         if ids not in self._known:
             self._known[ids] = encode_prefix(self._decoder, ids)
@@ -99,7 +99,7 @@ class FixedContext:
         made: list[list[LayerKV]] = []
         anchors: dict[ChunkKey, bytes] = {}
         for keys, context in ((first, ()), (rest, self._context)):
-            prefix = self._prefixes.of((*case.preamble, *context))
+            prefix = self._prefixes.prefix_for((*case.preamble, *context))
             chunks = case.chunks[len(made) : len(made) + len(keys)]
             for run in passes([len(chunk) for chunk in chunks]):
                 batch = [chunks[i] for i in run]
@@ -146,7 +146,7 @@ class NeighbourContext:
         num_first = 0 if case.history else 1
         near = self._nearest(case.chunks[num_first:])
         behind: list[Sequence[TokenIds]] = [*[()] * num_first, *near]
-        front = self._prefixes.of((*case.preamble, *self._filler))
+        front = self._prefixes.prefix_for((*case.preamble, *self._filler))
         brought = self._brought(front, behind)
         # what is held at a time: each chunk has a stitched copy of all that stands in front of it
         lengths = [
@@ -159,7 +159,7 @@ class NeighbourContext:
             prefixes = [
                 neighbour_prefix(self._decoder, front, [(ids, brought[ids]) for ids in behind[i]])
                 if behind[i]
-                else self._prefixes.of(case.preamble)
+                else self._prefixes.prefix_for(case.preamble)
                 for i in run
             ]
             layers = encode_chunks(self._decoder, prefixes, [case.chunks[i] for i in run])

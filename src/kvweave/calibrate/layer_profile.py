@@ -123,7 +123,7 @@ def _scene(
     request = case.request(case.keys, first_is_exact=False)
     source = encoding.prepare(case, [KVZIP])
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
-    stitched = stitch(decoder, request, prefixes.of(case.preamble), source, kv)
+    stitched = stitch(decoder, request, prefixes.prefix_for(case.preamble), source, kv)
     return Scene(stitched, torch.tensor(request.hits, dtype=torch.int64))
 
 

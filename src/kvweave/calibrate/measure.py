@@ -121,7 +121,9 @@ class _CaseRun:
         self._case = case
         # a history is one case's alone, so its KV is not kept for others
         self._front = (
-            encode_prefix(decoder, case.front) if case.history else prefixes.of(case.preamble)
+            encode_prefix(decoder, case.front)
+            if case.history
+            else prefixes.prefix_for(case.preamble)
         )
         trials = self._trials(1)
         first = self._prefill(trials, 0, case.request((), first_is_exact=False), None, None).logits
@@ -171,7 +173,7 @@ class _CaseRun:
         """Fill one trial; without a setting that is full prefill."""
         kv, preamble = trials.kv(number), self._front
         if setting == ORDER:
-            request = self._case.reordered().request((), first_is_exact=False)
+            request = self._case.with_another_order().request((), first_is_exact=False)
             source, setting = None, None
         stitched = stitch(self._decoder, request, preamble, source or ComputedChunks([]), kv)
         if setting is None:

@@ -75,8 +75,8 @@ class Profile:
     def with_tables(self, *tables: Table) -> "Profile":
         """The same with these tables; one of the same decoder, context, preamble and subject
         goes."""
-        fresh = set(map(_measured, tables))
-        kept = [table for table in self.calibration if _measured(table) not in fresh]
+        fresh = set(map(_table_identity, tables))
+        kept = [table for table in self.calibration if _table_identity(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
 
     def beside(self, packaged: "Profile | None") -> "Profile":
@@ -89,7 +89,7 @@ class Profile:
         return replace(self, layers=layers, calibration=(*own, *packaged.calibration))
 
 
-def _measured(table: Table) -> tuple[str, str, str, tuple[str, int]]:
+def _table_identity(table: Table) -> tuple[str, str, str, tuple[str, int]]:
     return table.revision, table.context, table.preamble, table.subject
 
 
@@ -169,7 +169,9 @@ def aside(path: Path) -> Path:
 
 def save_profile(path: Path, profile: Profile) -> None:
     """Write whole or not at all: a reader sees the old file or the new one."""
-    text = json.dumps({"format": FORMAT, **asdict(_rounded(profile))}, indent=1, allow_nan=False)
+    text = json.dumps(
+        {"format": FORMAT, **asdict(_round_numbers(profile))}, indent=1, allow_nan=False
+    )
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +250,7 @@ def _is_number(value: Any, expected: str) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _rounded(profile: Profile) -> Profile:
+def _round_numbers(profile: Profile) -> Profile:
     """Six significant digits: more is noise, and the file is read by people too."""
     layers = None if profile.layers is None else _round(profile.layers)
     tables = tuple(

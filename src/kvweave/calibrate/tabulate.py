@@ -52,7 +52,7 @@ def tabulate(
         for setting, column in zip(settings, raw, strict=True)
     ]
     columns = [
-        [_served(o, gold, lead) for o, gold in zip(column, golds, strict=True)]
+        [_served_outcome(o, gold, lead) for o, gold in zip(column, golds, strict=True)]
         for column, lead in zip(raw, leads, strict=True)
     ]
     reused = next(
@@ -100,7 +100,7 @@ def _close_call(column: Sequence[Outcome]) -> float:
     return next((lead for lead in CLOSE_CALLS if flips(lead) <= MAX_FLIPS), CLOSE_CALLS[0])
 
 
-def _served(outcome: Outcome, full: GoldScores | None, close_call: float) -> Outcome:
+def _served_outcome(outcome: Outcome, full: GoldScores | None, close_call: float) -> Outcome:
     """What the user gets: a close call is computed once more, exactly."""
     judged = outcome.judged
     if judged.margin >= close_call:
@@ -118,7 +118,7 @@ def _cell(
 ) -> Cell:
     kl = _kl(column)
     interval = boot.mean(kl)
-    recovered = None if reused is None else boot.recovered(kl, reused)
+    recovered = None if reused is None else boot.recovered_share(kl, reused)
     known = [(o.gold, f) for o, f in zip(column, full, strict=True) if o.gold and f]
     return Cell(
         strategy=setting.strategy.name,

@@ -83,7 +83,7 @@ class ChunkLoader:
             if stored is not None:
                 stored.close()
             stored = self.open(part, resident)
-        stored.found(resident, rounded)
+        stored.note_resident(resident, rounded)
         return stored
 
     def _resident(self, sequence: EngineSequence, part: FusedPart) -> set[ChunkKey]:

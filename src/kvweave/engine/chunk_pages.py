@@ -80,7 +80,7 @@ class ChunkLease:
         self, cost_s: float, is_gone: Callable[[ChunkId], bool], rounded: Collection[ChunkKey]
     ) -> None:
         """See `ChunkPages.filled`."""
-        self._owner.filled(self, cost_s, is_gone, rounded)
+        self._owner.mark_filled(self, cost_s, is_gone, rounded)
 
     @property
     def rounded(self) -> frozenset[ChunkKey]:
@@ -169,7 +169,7 @@ class ChunkPages:
             self.num_tokens += each.num_tokens
             self._take(chunk, lease, each.id)
 
-    def filled(
+    def mark_filled(
         self,
         lease: ChunkLease,
         cost_s: float,

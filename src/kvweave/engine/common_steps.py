@@ -55,7 +55,7 @@ class CommonSteps:
         """A layer of whatever is computed is through. Raises StepGivenUp if the step at hand is to
         get on no further."""
         if self._yielding is not None:
-            self._yielding.reached_layer()
+            self._yielding.reach_layer()
 
     def _is_wanted(self, tickets: Sequence[Ticket]) -> bool:
         """Whether a step of guesses, or of idle time, should go on: one of the guesses was right,

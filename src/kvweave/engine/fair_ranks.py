@@ -32,6 +32,6 @@ class FairRanks:
             self._ends = {name: end for name, end in self._ends.items() if end > self._now}
         return start
 
-    def began(self, rank: float) -> None:
+    def advance_to(self, rank: float) -> None:
         """A request of that rank is computed from now on."""
         self._now = max(self._now, rank)

@@ -81,15 +81,15 @@ class Lifecycle:
         """Something was posted to the engine thread."""
         match news:
             case Ticket():
-                self._heard_of(news)
+                self._update_ticket(news)
             case LoadedPrompt():
-                self._loaded(news)
+                self._finish_loading(news)
             case ArrivedCopy():
                 self._prefixes.settle(news)
             case job:
                 job()
 
-    def _heard_of(self, ticket: Ticket) -> None:
+    def _update_ticket(self, ticket: Ticket) -> None:
         """A ticket is new, or its owner released or cancelled it."""
         sequence = self.sequences.get(ticket)
         if ticket.is_cancelled:
@@ -101,7 +101,7 @@ class Lifecycle:
             self.sequences[ticket] = sequence
             self._scheduler.add(sequence)
 
-    def _loaded(self, loaded: LoadedPrompt) -> None:
+    def _finish_loading(self, loaded: LoadedPrompt) -> None:
         """The bytes of a request are there, or will never be."""
         sequence, result, started_s = loaded
         sequence.ticket.timeline.loading_s += time.perf_counter() - started_s
@@ -116,7 +116,7 @@ class Lifecycle:
     def _release(self, sequence: EngineSequence) -> None:
         """A held request goes on."""
         if sequence.progress.held:
-            self.counts.released(sequence)
+            self.counts.count_right_guess(sequence)
         logits, sequence.logits = sequence.logits, None
         self._scheduler.release(sequence)
         if logits is not None:
@@ -126,9 +126,9 @@ class Lifecycle:
         """Give every request what a common step computed of it."""
         shared = len(output.results) > 1
         for result in output.results:
-            self._hand_out(result, output.seconds, shared)
+            self._hand_out_slice(result, output.seconds, shared)
 
-    def _hand_out(self, result: SliceResult, seconds: float, shared: bool) -> None:
+    def _hand_out_slice(self, result: SliceResult, seconds: float, shared: bool) -> None:
         sequence, num_rows = result.slice
         if result.error is not None:
             self.end(sequence.ticket, result.error)
@@ -138,7 +138,7 @@ class Lifecycle:
         if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{JOINED}")
         self.offer(sequence)
-        sequence.ticket.timeline.stepped(seconds, shared)
+        sequence.ticket.timeline.add_step(seconds, shared)
         if result.logits is None:
             return
         if sequence.ticket.record is None:
@@ -171,11 +171,11 @@ class Lifecycle:
                     self._compute_exactly(sequence)
                     return
                 if not in_background:
-                    self.counts.first_token(sequence)
+                    self.counts.count_prompt(sequence)
             choice = sequence.choose(logits, likeliest)
         except Exception as error:  # the device's, or logits that are no numbers: this request's
             if isinstance(error, NoNumbers):
-                self._drop_unsound(sequence)
+                self._drop_bad_pages(sequence)
             self.end(sequence.ticket, error)
             return
         self.failed_in_row = 0
@@ -184,10 +184,10 @@ class Lifecycle:
         if sequence.take(choice):
             self.end(sequence.ticket)
 
-    def _drop_unsound(self, sequence: EngineSequence) -> None:
+    def _drop_bad_pages(self, sequence: EngineSequence) -> None:
         """What a request read may be to blame: then the next one must not read it, too."""
         try:
-            dropped = self._pages.drop_unsound(sequence)
+            dropped = self._pages.drop_bad_pages(sequence)
         except RuntimeError as error:  # CUDA's: the request has an error to end with already
             log.warning("what an answer was computed from could not be looked at: %s", error)
             return
@@ -204,7 +204,7 @@ class Lifecycle:
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """A request is finished, cancelled or failed."""
-        error = _told(error)
+        error = _error_for_reader(error)
         sequence = self.sequences.pop(ticket, None)
         self._warm_up.request_ended()
         try:
@@ -219,14 +219,14 @@ class Lifecycle:
 
     def _take_back(self, sequence: EngineSequence) -> None:
         if sequence.progress.held:
-            self.counts.dropped(sequence)
+            self.counts.count_wrong_guess(sequence)
         self._scheduler.remove(sequence)
         if sequence.stored is not None:
             sequence.stored.close()
         self._pages.retire(sequence)
 
 
-def _told(error: BaseException | None) -> BaseException | None:
+def _error_for_reader(error: BaseException | None) -> BaseException | None:
     """What the reader of an answer hears: want of memory by its name, the rest as it is."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return error

@@ -208,7 +208,7 @@ class TreePages:
             else:
                 offload.begin(copy)
         except RuntimeError as error:  # torch's word for every CUDA error, and for no memory
-            self.failed(error)
+            self.report_failure(error)
             return None
         return Pages(pages.size_bytes, copy)
 
@@ -223,7 +223,7 @@ class TreePages:
             pool.keys[:, at], pool.values[:, at] = copy.kv.to(pool.keys.device)
         except RuntimeError as error:
             self._allocator.release(taken)
-            self.failed(error)
+            self.report_failure(error)
             return None
         return Pages(pages.size_bytes, tuple(taken))
 
@@ -240,13 +240,13 @@ class TreePages:
         self._offload.settle(arrived)
         copy, result = arrived
         if isinstance(result, Exception):
-            self.failed(result)
+            self.report_failure(result)
             return not copy.is_held
         self.num_made += 1
         copy.kv = result  # what lay on the device goes: orders that read it were given before
         return True
 
-    def failed(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """The device refused to copy exact KV: counted, and told."""
         self.num_failed += 1
         log.warning("exact KV could not be copied (%s): it is computed when it is needed", error)

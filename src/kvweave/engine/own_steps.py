@@ -61,7 +61,7 @@ class OwnSteps:
             self._take(own, None)
             return
         if self._prompt is not None:
-            _are_together(own, self._prompt.sequence)
+            _mark_shared(own, self._prompt.sequence)
         self._prompts_since += 1
         ordered = self._take(own, Meanwhile(partial(self._scoring, own), self.finish_step))
         self.finish_prompt()  # the one before, if this one failed before its rows were scored
@@ -132,7 +132,7 @@ class OwnSteps:
     def _end_step(self, own: EngineSequence, prefilled: Prefilled | None, started_s: float) -> None:
         """A prompt took its own step: it is `prefilled`, or its rows are chosen."""
         lifecycle, seconds = self._lifecycle, time.perf_counter() - started_s
-        own.ticket.timeline.stepped(seconds, False)
+        own.ticket.timeline.add_step(seconds, False)
         if own.shared is not None:
             lifecycle.counts.add("fused_shared")
         if prefilled is None:
@@ -171,12 +171,12 @@ class OwnSteps:
             return
         if slices := self._scheduler.step_beside(apart):
             self._step = self._runner.order(slices)
-            _are_together(own)
+            _mark_shared(own)
             self.num_steps += 1
         self._prompts_since = 0
 
 
-def _are_together(*prompts: EngineSequence) -> None:
+def _mark_shared(*prompts: EngineSequence) -> None:
     """What these take is not what they take alone."""
     for one in prompts:
         one.ticket.timeline.shared = True

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from kvweave.engine.bad_pages import is_bad_chunk
 from kvweave.engine.chunk_pages import ChunkPages, WantedChunk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
-from kvweave.engine.unsound import is_unsound_chunk
 from kvweave.errors import ConfigError
 from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
@@ -191,7 +191,7 @@ class PageManager:
         sequence.lease = lease
         sequence.progress.num_pages, sequence.progress.computed = whole + wanted, cached
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._admitted(sequence, cached)
+        self._record_admission(sequence, cached)
         return True
 
     def _behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
@@ -219,7 +219,7 @@ class PageManager:
         sequence.kv = PagedKV(self._pool, pages)
         sequence.lease, sequence.progress.num_pages = lease, count
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._admitted(sequence, 0)
+        self._record_admission(sequence, 0)
         return True
 
     def _reads_chunks(self, sequence: EngineSequence) -> bool:
@@ -261,7 +261,7 @@ class PageManager:
         sequence.lease, sequence.shared, sequence.present = lease, shared, cached
         sequence.progress.num_pages = whole + count
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._admitted(sequence, 0)
+        self._record_admission(sequence, 0)
         return True
 
     def _wanted_chunks(
@@ -285,7 +285,7 @@ class PageManager:
         recomputed = 0 if part.strategy.selector is None else budget(hits, part.ratio)
         return wanted, placed - recomputed
 
-    def _admitted(self, sequence: EngineSequence, cached: int) -> None:
+    def _record_admission(self, sequence: EngineSequence, cached: int) -> None:
         if not sequence.progress.preempted:
             sequence.cached = cached
             sequence.ticket.timeline.admitted_s = time.perf_counter()
@@ -332,17 +332,17 @@ class PageManager:
         if count > 0 and not self.grow(sequence, count):
             raise RoomLost(f"{count} pages for chunks that were lost")
 
-    def drop_unsound(self, sequence: EngineSequence) -> int:
+    def drop_bad_pages(self, sequence: EngineSequence) -> int:
         """What a sequence reads, and others may, is found no more if it holds what is no number.
         Returns how many chunks and nodes of the tree went."""
         dropped = 0
         lease = sequence.shared
         if self._chunks is not None and lease is not None:
             for chunk in [each for each in lease.chunks.values() if each.is_filled]:
-                if is_unsound_chunk(self._pool, chunk.pages, chunk.num_tokens):
+                if is_bad_chunk(self._pool, chunk.pages, chunk.num_tokens):
                     self._chunks.discard(chunk)
                     dropped += 1
-        return dropped + self._prefixes.drop_unsound(sequence.path)
+        return dropped + self._prefixes.drop_bad_pages(sequence.path)
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back. Harmless for one that has nothing."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
+from kvweave.engine.bad_pages import has_bad_rows
 from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.inbox import Outbox
@@ -26,7 +27,6 @@ from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
-from kvweave.engine.unsound import is_unsound
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.tree import (
@@ -70,7 +70,7 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
     return ChunkRef(ChunkId(f"{namespace}|preamble-{digest.hexdigest()}"), len(preamble))
 
 
-def _parted(name: ChunkId) -> tuple[str, ChunkId]:
+def _split_name(name: ChunkId) -> tuple[str, ChunkId]:
     """Namespace and chunk of a path's first part. Only the namespace may have a bar."""
     namespace, _, chunk_id = name.rpartition("|")
     return namespace, ChunkId(chunk_id)
@@ -191,11 +191,11 @@ class ExactPrefixes:
         try:
             self._pool.copy_rows(source, target, num_rows)
         except RuntimeError as error:
-            self._tree_pages.failed(error)
+            self._tree_pages.report_failure(error)
             return 0
         return num_rows
 
-    def drop_unsound(self, path: Sequence[ChunkRef]) -> int:
+    def drop_bad_pages(self, path: Sequence[ChunkRef]) -> int:
         """Let go of what the tree has of a path from the first part on whose pages hold what is no
         number. Returns nodes that went."""
         for node in self.tree.match([chunk.id for chunk in path]).nodes:
@@ -203,7 +203,7 @@ class ExactPrefixes:
                 continue
             first = (node.end - node.num_tokens) // self._page_tokens
             num_rows = node.end - first * self._page_tokens
-            if is_unsound(self._pool, node.pages[DEVICE].handle, num_rows):
+            if has_bad_rows(self._pool, node.pages[DEVICE].handle, num_rows):
                 for pinned in [path for path, lease in self._pins.items() if node in lease.nodes]:
                     self._pins.pop(pinned).release()  # whoever plans next pins it again
                 return self.tree.discard(node)
@@ -224,7 +224,7 @@ class ExactPrefixes:
         if self._chunks is not None:
             self._chunks.forget(wanted, namespace)
         own = self._tops_of(namespace)
-        first = [top for top in own if _parted(top)[1] in wanted]
+        first = [top for top in own if _split_name(top)[1] in wanted]
         return sum(self.tree.forget(name, own) for name in (*first, *wanted))
 
     def forget_all(self, namespace: str = "") -> int:
@@ -242,7 +242,7 @@ class ExactPrefixes:
 
     def _tops_of(self, namespace: str) -> list[ChunkId]:
         """Where the paths of a namespace begin."""
-        return [top for top in self.tree.root.children if _parted(top)[0] == namespace]
+        return [top for top in self.tree.root.children if _split_name(top)[0] == namespace]
 
     def as_of(self, request: EngineRequest) -> int:
         """When the chunks of a request that begins now were found."""
@@ -251,7 +251,7 @@ class ExactPrefixes:
     def is_gone(self, chunk: ChunkRef, as_of: int, namespace: str) -> bool:
         """Whether a part of a path found then has been deleted since. Its first may name the tenant
         as well."""
-        return self.tombstones.is_gone(_parted(chunk.id)[1], as_of, namespace)
+        return self.tombstones.is_gone(_split_name(chunk.id)[1], as_of, namespace)
 
     def reclaim(self, enough: Callable[[], bool]) -> bool:
         """Let leaves and chunks that are not in use go, the least valuable first, until there is

@@ -112,7 +112,7 @@ class RequestTimeline:
     wasted_tokens: int = 0  # one that was wrong: computed, and not kept in the knowledge tree
     shared: bool = False  # others were computed in the same steps
 
-    def stepped(self, seconds: float, shared: bool) -> None:
+    def add_step(self, seconds: float, shared: bool) -> None:
         """It took part in a step."""
         if self.first_token_s is None:
             self.computing_s += seconds

@@ -152,10 +152,10 @@ class Sampler:
     def _draw(self, logits: Tensor, seen_ids: Sequence[int]) -> int:
         s = self._sampling
         if s.repetition_penalty != 1.0:
-            seen = self._seen.of(seen_ids, logits)
-            logits = _penalised(logits, seen, s.repetition_penalty)
+            seen = self._seen.distinct_ids(seen_ids, logits)
+            logits = _penalise(logits, seen, s.repetition_penalty)
         if s.counts_answer:
-            logits = self._answer.lowered(logits, s.presence_penalty, s.frequency_penalty)
+            logits = self._answer.lower(logits, s.presence_penalty, s.frequency_penalty)
         if s.logit_bias:
             ids, bias = zip(*s.logit_bias, strict=True)
             added = torch.tensor(bias, dtype=logits.dtype, device=logits.device)
@@ -193,7 +193,7 @@ class SeenTokens:
         self._known: set[int] = set()
         self._ids: Tensor | None = None
 
-    def of(self, seen_ids: Sequence[int], like: Tensor) -> Tensor:
+    def distinct_ids(self, seen_ids: Sequence[int], like: Tensor) -> Tensor:
         """Those of `seen_ids`, which begin with the ones of the last call, where `like` lies."""
         new = list(dict.fromkeys(i for i in seen_ids[self._taken :] if i not in self._known))
         self._taken = len(seen_ids)
@@ -217,7 +217,7 @@ class AnswerTokens:
             self._counts.update(seen_ids[self._shown :])
         self._shown = len(seen_ids)
 
-    def lowered(self, logits: Tensor, presence: float, frequency: float) -> Tensor:
+    def lower(self, logits: Tensor, presence: float, frequency: float) -> Tensor:
         """Logits [V], less the penalties of what the answer has. Others may own the given ones:
         they stay as they are."""
         if not self._counts:
@@ -248,7 +248,7 @@ def _walk(scores: Tensor, look: int, *, is_all: bool, top_p: float, drawn: float
     return int(ids[min(place, num_kept - 1)])
 
 
-def _penalised(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def _penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Push tokens seen so far down: positive logits are divided, negative ones multiplied. The
     logits themselves are the caller's, or a recording's, and stay as they are."""
     picked = logits[seen]

@@ -274,12 +274,12 @@ class Scheduler(Generic[S]):
         busy = sum(not one.progress.held for one in self._foreground())
         new = self.waiting.best() if busy < self._cfg.max_running else None
         if new is None or not self._admit(new, rows_of):
-            new = self._take_from_the_rich(rows_of)
+            new = self._preempt_for_new_tenant(rows_of)
         if new is not None:
             self.waiting.remove(new)
             self.running.append(new)
             if not new.progress.held:
-                self.ranks.began(new.progress.arrival)
+                self.ranks.advance_to(new.progress.arrival)
         return new
 
     def _admit(self, new: S, rows_of: dict[S, int]) -> bool:
@@ -294,7 +294,7 @@ class Scheduler(Generic[S]):
             self._preempt(max(giving_way, key=_leaves), rows_of)
         return True
 
-    def _take_from_the_rich(self, rows_of: dict[S, int]) -> S | None:
+    def _preempt_for_new_tenant(self, rows_of: dict[S, int]) -> S | None:
         """There is no room. A sequence of a tenant of which none runs, to whom the tenant of which
         most do gives way, as long as it has more than one. None: there is no such tenant."""
         own: dict[str, list[S]] = {}

@@ -80,7 +80,7 @@ class EngineCounts:
     def add(self, name: str, amount: int = 1) -> None:
         self._counts[name] += amount
 
-    def first_token(self, sequence: EngineSequence) -> None:
+    def count_prompt(self, sequence: EngineSequence) -> None:
         """A prompt is through: count its tokens by where their KV came from."""
         record = sequence.ticket.record
         assert record is not None, "a prompt that is through has a record"
@@ -89,14 +89,14 @@ class EngineCounts:
         if 0 < sequence.awaited <= sequence.cached:
             self.add("prefixes_shared")
 
-    def released(self, sequence: EngineSequence) -> None:
+    def count_right_guess(self, sequence: EngineSequence) -> None:
         """A speculation was right: what it had computed by now need not be waited for."""
         saved = _num_computed(sequence, sequence.cached)
         sequence.ticket.timeline.saved_tokens = saved
         self.add("speculation_right")
         self.add("speculation_saved_tokens", saved)
 
-    def dropped(self, sequence: EngineSequence) -> None:
+    def count_wrong_guess(self, sequence: EngineSequence) -> None:
         """A speculation was wrong. What entered the knowledge tree is not lost: later requests
         find it there."""
         kept = sequence.cached

@@ -179,7 +179,7 @@ class Worker:
         except BaseException as error:
             log.critical("the engine thread died; the next request has another", exc_info=error)
             self._step_from_s = None
-            self._end_all(error if isinstance(error, Exception) else _died(error))
+            self._end_all(error if isinstance(error, Exception) else _death_error(error))
             with self._inbox.changed:
                 self._thread = None
                 if self._inbox and not self._inbox.is_closed:  # came meanwhile
@@ -235,5 +235,5 @@ def _fail(future: "Future[Any]", error: BaseException) -> None:
         future.set_exception(error)
 
 
-def _died(error: BaseException) -> RuntimeError:
+def _death_error(error: BaseException) -> RuntimeError:
     return RuntimeError(f"the engine thread died: {type(error).__name__} {error}".rstrip())

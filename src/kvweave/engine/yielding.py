@@ -48,7 +48,7 @@ class YieldingStep:
         self._on_gpu = device.type == "cuda"
         self._ordered: deque[torch.cuda.Event] = deque()
 
-    def reached_layer(self) -> None:
+    def reach_layer(self) -> None:
         """Raises StepGivenUp if it is not to go on."""
         if self._on_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -128,7 +128,7 @@ class Drift:
         and would have waited for them before it. Chosen rows run from the start: running rows are
         always the same."""
         if self._tables is None and self._moves:
-            moved = _moved(self._request, self._chosen)
+            moved = _find_moved_chunks(self._request, self._chosen)
             self._moves = bool(moved.spans)
             if self._moves:
                 self._tables = _DriftTables(
@@ -237,7 +237,7 @@ def _among_placed(
     return runs, moved.chosen - back.repeat_interleave(moved.bounds.diff())
 
 
-def _moved(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
+def _find_moved_chunks(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
     """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
     at = chosen.numpy()  # a device waits for this, and numpy is faster with so little

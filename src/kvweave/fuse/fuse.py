@@ -100,7 +100,7 @@ def order_fusion(
     best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None
     if mover is not None:
         stitched.layers.keep_shifts(mover.shifts)
-    recomputed = _recomputed(passed, request, selected)  # while the device is still at it
+    recomputed = _recomputed_hits(passed, request, selected)  # while the device is still at it
     ordered = OrderedFusion(
         stitched,
         passed,
@@ -264,7 +264,7 @@ def work_of(
     return rows / (num_layers * len(request.prompt_ids))
 
 
-def _recomputed(
+def _recomputed_hits(
     passed: PassResult, request: FuseRequest, selected: SelectedRows
 ) -> tuple[int, ...]:
     """Hits that were recomputed: of those that were narrowed in flight, the ones left."""

@@ -136,7 +136,7 @@ class StoredPrompt:
         self._started_s = started_s
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
-    def found(self, resident: Collection[ChunkKey], rounded: Collection[ChunkKey]) -> None:
+    def note_resident(self, resident: Collection[ChunkKey], rounded: Collection[ChunkKey]) -> None:
         """These chunks lie in shared pages by now, whatever the store has of them; those that are
         `rounded` came from a codec that loses bits."""
         self.resident |= frozenset(resident).intersection(self._wanted)
@@ -193,7 +193,7 @@ class StoredPrompt:
                 return order_fusion(stitched, self._strategy, ratio, pass_ordered, meanwhile)
 
         ordered, record_of = self._weave(frame, ratio, attempt)
-        return OrderedPrefill(ordered, record_of, room, self.rounded())
+        return OrderedPrefill(ordered, record_of, room, self.rounded_keys())
 
     def prepare(
         self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom, ratio: float
@@ -281,14 +281,14 @@ class StoredPrompt:
     ) -> None:
         """Add what is known of a pass that is ordered to `told`."""
         num_exact = frame.num_exact
-        reused = request.as_reused(self.rounded())
+        reused = request.as_reused(self.rounded_keys())
         lengths = [len(ids) for _, ids in self._named[:num_exact]]
         front = exact_chunk_records(lengths, len(frame.exact.token_ids))
         why = {i - num_exact: words for i, words in self._computed.items() if i >= num_exact}
         tiers = {**self._lease.tiers, **dict.fromkeys(self.resident, DEVICE)}
         behind = chunk_records(reused, recomputed, tiers, missing, why)
         states = TokenStates(reused, recomputed)
-        told.append(RecordParts(states, (*front, *behind), self._loaded(request)))
+        told.append(RecordParts(states, (*front, *behind), self._loaded_bytes(request)))
 
     def _record(
         self,
@@ -318,13 +318,13 @@ class StoredPrompt:
             trace=made.trace,
         )
 
-    def rounded(self) -> set[ChunkKey]:
+    def rounded_keys(self) -> set[ChunkKey]:
         """Chunks that the store gives back other than they were computed. Blocks for headers."""
         headers = self._transfer.headers().items()
         loaded = {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
         return loaded | self.resident_rounded
 
-    def _loaded(self, request: FuseRequest) -> dict[str, int]:
+    def _loaded_bytes(self, request: FuseRequest) -> dict[str, int]:
         """Bytes by tier. What lies on the device already did not travel."""
         sizes = self._transfer.sizes()
         loaded: Counter[str] = Counter()

@@ -57,7 +57,7 @@ class PromptLayers(Protocol):
     def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
         """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost.
 
-        `change` may write to what is laid before its keys are turned, as `unturned` has it. Returns
+        `change` may write to what is laid before its keys are turned, as `unturned_kv` has it. Returns
         whether it was called: only where that memory is the prompt's own.
         """
         ...
@@ -84,7 +84,7 @@ class PromptLayers(Protocol):
         """The pass has moved chunks for itself; rows behind it are to see them so."""
         ...
 
-    def unturned(self, layer: int) -> LayerKV:
+    def unturned_kv(self, layer: int) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
         ...
 
@@ -198,7 +198,7 @@ class OwnLayers:
     def keep_shifts(self, shifts: Sequence[Shift]) -> None:
         """They were added to the prompt's own copy."""
 
-    def unturned(self, layer: int) -> LayerKV:
+    def unturned_kv(self, layer: int) -> LayerKV:
         return self._load(layer, None)
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:

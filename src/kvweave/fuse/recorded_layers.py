@@ -56,10 +56,10 @@ class StepBuffers(NamedTuple):
                 torch.zeros(MOST_ROWS, both, dim, dtype=h.dtype, device=h.device),
             )
 
-    def of(self, num_rows: int) -> "StepBuffers":
+    def first_rows(self, num_rows: int) -> "StepBuffers":
         return StepBuffers(*(x[:num_rows] for x in self))
 
-    def projected(self) -> "ProjectedViews":
+    def projected_views(self) -> "ProjectedViews":
         heads = self.attended.shape[1]
         kv_heads = (self.fused.shape[1] - heads) // 2
         return ProjectedViews(*torch.split(self.fused, [heads, kv_heads, kv_heads], dim=1))
@@ -101,7 +101,7 @@ class GraphRecorder:
             compute_step(decoder, buffers, 1)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):  # the vendor's work space of a stream comes here
-                compute_step(decoder, buffers.of(FEW_STEP), 1)
+                compute_step(decoder, buffers.first_rows(FEW_STEP), 1)
             current.wait_stream(self._stream)
         # the largest first: what follows finds room in its memory, whatever the order of sizes
         self._largest = self.record(decoder, lambda: compute_step(decoder, buffers, 1))
@@ -157,7 +157,7 @@ class LayerRecordings:
         if size.uses > 1:
             self._open_recorder(decoder)
         self._passes += 1
-        return RecordedSteps(decoder, self, self._passes, self.buffers.of(rows), size, h)
+        return RecordedSteps(decoder, self, self._passes, self.buffers.first_rows(rows), size, h)
 
     def run(
         self,
@@ -182,7 +182,9 @@ class LayerRecordings:
             if missing and self.buffers is not None and not self.refusals.is_paused(size.rows):
                 if self._recorder is None:
                     return self._open_recorder(decoder)
-                work = partial(compute_step, decoder, self.buffers.of(size.rows), missing[0])
+                work = partial(
+                    compute_step, decoder, self.buffers.first_rows(size.rows), missing[0]
+                )
                 return self._record(decoder, size, missing[0], work)
         return False
 
@@ -229,11 +231,11 @@ class RecordedSteps:
         self._nth = nth
         self._padded = buffers
         self._size = size
-        own = buffers.of(len(h))
+        own = buffers.first_rows(len(h))
         self.hidden: Tensor = own.hidden
         self.attention_out: Tensor | None = own.attended
         self._attended = own.attended
-        self._projected = own.projected()
+        self._projected = own.projected_views()
         own.hidden.copy_(h)
         if len(h) < size.rows:  # left over from other passes, they would grow from one to the next
             buffers.hidden[len(h) :].zero_()

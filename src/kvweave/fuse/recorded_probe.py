@@ -144,7 +144,7 @@ class ProbeRecordings:
                 self._recordings.popitem(last=False)
             return None
         self._recordings.move_to_end(key)
-        recording = self._recordings[key] or self._recorded(decoder, key)
+        recording = self._recordings[key] or self._try_to_record(decoder, key)
         return None if recording is None else recording.play(ids, first, front)
 
     def record_ahead(self, decoder: FusionDecoder) -> bool:
@@ -153,10 +153,10 @@ class ProbeRecordings:
         for kind, made in self._recordings.items():
             if made is None and not self.refusals.is_paused(kind.num_rows):
                 self._under_way = None
-                return self._recorded(decoder, kind) is not None
+                return self._try_to_record(decoder, kind) is not None
         return False
 
-    def _recorded(self, decoder: FusionDecoder, kind: ProbeKind) -> ProbeRecording | None:
+    def _try_to_record(self, decoder: FusionDecoder, kind: ProbeKind) -> ProbeRecording | None:
         made = self.refusals.attempt(kind.num_rows, partial(self._record, decoder, kind))
         self._recordings[kind] = made
         return made

@@ -265,7 +265,7 @@ class SharedLayers:
         still = turning.new_ones(self._decoder.spec.head_dim - 2 * len(turning))
         return torch.cat([turning, turning, still])
 
-    def unturned(self, layer: int) -> LayerKV:
+    def unturned_kv(self, layer: int) -> LayerKV:
         self._fill(layer)
         first = self._request.preamble_len
         slots, device = self._plan[0].source[first:], self._decoder.device

@@ -76,9 +76,9 @@ class Stitched:
         self.lay(layer)
         return self.kv.values(layer)
 
-    def unturned(self, layer: int) -> LayerKV:
+    def unturned_kv(self, layer: int) -> LayerKV:
         """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
-        return self.layers.unturned(layer)
+        return self.layers.unturned_kv(layer)
 
     @property
     def front(self) -> Sequence[LayerKV]:

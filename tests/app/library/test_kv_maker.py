@@ -430,14 +430,14 @@ def test_beside_an_answer_it_keeps_to_its_share_and_in_idle_time_it_does_not_wai
         started_s = time.monotonic()
         for _ in range(50):
             turn.wait()
-            turn.took(0.01)
+            turn.record_hold(0.01)
         assert time.monotonic() - started_s < 0.2, "nobody is kept waiting"
         with answers.one():
             busy_s, had_s = time.monotonic(), 0.0
             while time.monotonic() - busy_s < 1.0:
                 turn.wait()
                 time.sleep(0.01)
-                turn.took(0.01)
+                turn.record_hold(0.01)
                 had_s += 0.01
             taken = had_s / (time.monotonic() - busy_s)
         assert 0.02 < taken <= 0.2, "a busy server gets on with it, and no faster than it may"

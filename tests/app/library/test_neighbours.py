@@ -388,7 +388,7 @@ def bytes_that_saw(library: Library, title: str) -> list[bytes]:
 def assert_forgotten(library: Library, title: str, saw: list[bytes], gone: ChunkId) -> None:
     for path, data in kv_files(library.kb.folder).items():
         assert not any(part in data for part in saw), f"{path} still has KV that saw {title}"
-    assert gone not in table_of(library).mentioned()
+    assert gone not in table_of(library).mentioned_chunks()
 
 
 STEPS = {
@@ -623,7 +623,7 @@ def test_an_ingest_killed_before_it_forgets_is_repaired_at_the_next_open(
             patch.setattr(library.encoder, "missing", die)  # documents are committed by then
             with pytest.raises(KeyboardInterrupt):
                 ingest(library, docs)
-        assert gone in table_of(library).mentioned()
+        assert gone in table_of(library).mentioned_chunks()
     with opened() as library:
         assert_forgotten(library, "evict", saw, gone)
 
@@ -634,9 +634,9 @@ def test_while_another_writes_an_open_leaves_the_repair_to_it(opened: Open, docs
         table_of(library).settle("another state")
         with library.kb.writing():
             library.repair()
-        assert table_of(library).settled() == "another state"
+        assert table_of(library).settled_state() == "another state"
         library.repair()
-        assert table_of(library).settled() != "another state"
+        assert table_of(library).settled_state() != "another state"
         assert all(is_stored(library, chunk) for chunk in chunks_of(library).values())
 
 

@@ -255,7 +255,7 @@ def test_entries_come_back_in_their_order_and_turned_round(table: NeighbourTable
     assert table.get(5, b) is None
     assert table.users_of([c]) == {a, b}
     assert table.users_of([b]) == {a}
-    assert table.mentioned() == {a, b, c}
+    assert table.mentioned_chunks() == {a, b, c}
     table.put(2, {a: [b]})
     assert table.users_of([c]) == {b}
     table.drop([a], size=2)

@@ -36,7 +36,7 @@ def test_scores_of_every_layer_are_the_attention_of_transformers(
     source = FixedContext(decoder, prefixes, "isolated", (), ()).prepare(case, [])
     request = case.request(case.keys, first_is_exact=False)
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)
-    stitched = stitch(decoder, request, prefixes.of(case.preamble), source, kv)
+    stitched = stitch(decoder, request, prefixes.prefix_for(case.preamble), source, kv)
     scene = Scene(stitched, torch.tensor(request.hits))
     whole = QueryAttention(view="full", layers=(0, 1, 2), rows="mean", heads="mean")
     scores = whole.layer_scores(scene)  # [L, H]

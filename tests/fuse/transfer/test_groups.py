@@ -81,7 +81,7 @@ def pipelined(
 def drained(queue: LayerQueue) -> Iterator[list[int]]:
     while queue:
         group = queue.next_group()
-        queue.took(group)
+        queue.take(group)
         yield list(group)
 
 
@@ -227,8 +227,8 @@ def test_a_chunk_with_fewer_layers_keeps_the_others_from_travelling_in_groups(
 
 def test_a_ring_follows_a_shorter_start_at_once_and_a_longer_one_slowly() -> None:
     ring = Ring(torch.device("cpu"))
-    ring.started("question", 1.0)
-    ring.started("question", 0.1)
+    ring.record_start("question", 1.0)
+    ring.record_start("question", 0.1)
     assert ring.start_s["question"] == pytest.approx(0.1)
-    ring.started("question", 1.1)
+    ring.record_start("question", 1.1)
     assert 0.1 < ring.start_s["question"] < 0.6

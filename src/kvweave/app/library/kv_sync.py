@@ -103,7 +103,7 @@ class KVSync:
 
     @property
     def _is_settled_here(self) -> bool:
-        has_settled = self._table is None or self._table.settled() == self.state()
+        has_settled = self._table is None or self._table.settled_state() == self.state()
         return has_settled and self._kb.catalogue.kv_pending() is None
 
     def before(self) -> None:
@@ -130,7 +130,7 @@ class KVSync:
         num_deleted, is_flushed = 0, True
         pending = set(self._kb.catalogue.kv_pending() or ())
         if self._table is not None:
-            gone = self._gone(self._table.mentioned()) | pending
+            gone = self._gone(self._table.mentioned_chunks()) | pending
             users = self._table.users_of(gone)
             self._kept.owe(gone, users)
             self._table.drop(gone | users)

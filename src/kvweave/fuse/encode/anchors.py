@@ -138,13 +138,13 @@ def pack_anchors(anchors: Anchors) -> bytes:
     parts = [
         HEADER.pack(MAGIC, num_layers, count, heads, dim),
         anchors.indices.to(torch.int32).numpy().tobytes(),
-        _halved(anchors.keys).numpy().tobytes(),
-        _halved(anchors.values).numpy().tobytes(),
+        _to_float16(anchors.keys).numpy().tobytes(),
+        _to_float16(anchors.values).numpy().tobytes(),
     ]
     return b"".join(parts)
 
 
-def _halved(x: Tensor) -> Tensor:
+def _to_float16(x: Tensor) -> Tensor:
     """float16 on the host. What is beyond it is cut: anchors steer a choice, no more."""
     largest = torch.finfo(torch.float16).max
     return x.float().clamp(-largest, largest).to("cpu", torch.float16)

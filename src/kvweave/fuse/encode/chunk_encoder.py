@@ -83,7 +83,7 @@ class Pace(Protocol):
         """Until it may be had for a slice. Raises to give up what was begun."""
         ...
 
-    def took(self, seconds: float) -> None:
+    def record_hold(self, seconds: float) -> None:
         """It was had for so long."""
         ...
 
@@ -298,16 +298,16 @@ class ChunkEncoder:
     def _turn(self, job: Callable[[], T], pace: Pace | None) -> tuple[T, float]:
         """Do something with the decoder, when it may be had; how long that took, besides."""
 
-        def timed() -> tuple[T, float]:
+        def run_timed() -> tuple[T, float]:
             started_s = time.perf_counter()
             done = job()
             return done, time.perf_counter() - started_s
 
         if pace is not None:
             pace.wait()
-        done, took_s = self.run_alone(timed)
+        done, took_s = self.run_alone(run_timed)
         if pace is not None:
-            pace.took(took_s)
+            pace.record_hold(took_s)
         return done, took_s
 
     def save(

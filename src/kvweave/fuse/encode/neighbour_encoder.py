@@ -95,12 +95,12 @@ class NeighbourEncoder:
         to be stored."""
         encoder = self._encoder
         chunks = {other.id: other for others in behind for other in others}
-        filled = self._stored_filled(chunks)
+        filled = self._read_behind_filler(chunks)
         fresh: list[PackedChunk] = []
         absent = [chunks[each] for each in sorted(chunks.keys() - filled.keys())]
-        for chunk, layers in self._fresh_filled(absent):
-            packed = self._packed(chunk, layers)
-            filled[chunk.id] = layers if packed is None else self._rounded(packed)
+        for chunk, layers in self._encode_behind_filler(absent):
+            packed = self._pack(chunk, layers)
+            filled[chunk.id] = layers if packed is None else self._round(packed)
             fresh += [] if packed is None else [packed]
         prefixes = [
             neighbour_prefix(
@@ -127,13 +127,13 @@ class NeighbourEncoder:
         (extras,) = self._encoder.extras(prefix, [chunk], [layers])
         return {**extras, BEHIND: pack_ids([other.id for other in others])}
 
-    def _stored_filled(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
+    def _read_behind_filler(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
         """KV behind the filler, on the device, of the chunks whose KV the store has."""
         keys = {chunk_id: self._encoder.filled_key(c.token_ids) for chunk_id, c in chunks.items()}
-        stored = self._stored(list(keys.values()))
+        stored = self._read_stored(list(keys.values()))
         return {chunk_id: stored[key] for chunk_id, key in keys.items() if key in stored}
 
-    def _fresh_filled(self, chunks: Sequence[Chunk]) -> list[Filled]:
+    def _encode_behind_filler(self, chunks: Sequence[Chunk]) -> list[Filled]:
         """The same, computed."""
         found: list[Filled] = []
         for run in passes([len(chunk.token_ids) for chunk in chunks]):
@@ -143,7 +143,7 @@ class NeighbourEncoder:
             found += zip(batch, made, strict=True)
         return found
 
-    def _stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
+    def _read_stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
         """What the store has of these, whole; the rest is left out."""
         store, num_layers = self._encoder.store, self._encoder.decoder.spec.num_layers
         peeks = zip(keys, store.peek(keys), strict=True)
@@ -154,10 +154,10 @@ class NeighbourEncoder:
             transfer = store.load(lease)
             for layer in range(num_layers):
                 for key, encoded in transfer.wait_layer(layer).items():
-                    found.setdefault(key, []).append(self._decoded(encoded))
+                    found.setdefault(key, []).append(self._decode(encoded))
         return {key: layers for key, layers in found.items() if len(layers) == num_layers}
 
-    def _packed(self, chunk: Chunk, layers: Sequence[LayerKV]) -> PackedChunk | None:
+    def _pack(self, chunk: Chunk, layers: Sequence[LayerKV]) -> PackedChunk | None:
         """Computed KV as the store takes it. None: it has a value that the codec cannot hold, which
         is said once; whenever the chunk is a neighbour again it is computed again, for keeping it
         here has no bound."""
@@ -172,13 +172,13 @@ class NeighbourEncoder:
                 metrics.count("kv_saves_dropped_total", reason="not representable")
             return None
 
-    def _rounded(self, packed: PackedChunk) -> list[LayerKV]:
+    def _round(self, packed: PackedChunk) -> list[LayerKV]:
         """KV as the store would give it back."""
         num_layers = self._encoder.decoder.spec.num_layers
         each = (layer_of(packed.header, packed.memory, i) for i in range(num_layers))
-        return [self._decoded(encoded) for encoded in each]
+        return [self._decode(encoded) for encoded in each]
 
-    def _decoded(self, encoded: EncodedLayer) -> LayerKV:
+    def _decode(self, encoded: EncodedLayer) -> LayerKV:
         """A copy on the device: views of stored bytes end with their lease."""
         kv = encoded.decode()
         device = self._encoder.decoder.device

@@ -56,7 +56,7 @@ class NeighbourTable:
         self._db = sqlite3.connect(
             path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
-        with self._translated():
+        with self._translate_errors():
             self._db.execute("PRAGMA journal_mode = WAL")
             # the promise above: an entry must not vanish in a power cut that KV survives
             self._db.execute("PRAGMA synchronous = FULL")
@@ -76,7 +76,7 @@ class NeighbourTable:
         self, size: int, chunk_ids: Sequence[ChunkId]
     ) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """Entries of those chunks that have one."""
-        with self._translated():
+        with self._translate_errors():
             rows = self._db.execute(
                 "SELECT chunk_id, neighbours FROM entries"
                 " WHERE size = ? AND chunk_id IN (SELECT value FROM json_each(?))",
@@ -86,7 +86,7 @@ class NeighbourTable:
 
     def users_of(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         """Chunks whose KV has seen one of these, at any size."""
-        with self._translated():
+        with self._translate_errors():
             rows = self._db.execute(
                 "SELECT DISTINCT chunk_id FROM uses"
                 " WHERE neighbour_id IN (SELECT value FROM json_each(?))",
@@ -94,17 +94,17 @@ class NeighbourTable:
             ).fetchall()
         return {ChunkId(chunk_id) for (chunk_id,) in rows}
 
-    def mentioned(self) -> set[ChunkId]:
+    def mentioned_chunks(self) -> set[ChunkId]:
         """Every chunk that has an entry or stands in one."""
-        with self._translated():
+        with self._translate_errors():
             rows = self._db.execute(
                 "SELECT chunk_id FROM entries UNION SELECT neighbour_id FROM uses"
             ).fetchall()
         return {ChunkId(chunk_id) for (chunk_id,) in rows}
 
-    def settled(self) -> str | None:
+    def settled_state(self) -> str | None:
         """The state of the documents that KV was last known to agree with."""
-        with self._translated():
+        with self._translate_errors():
             row = self._db.execute("SELECT state FROM settled").fetchone()
         return None if row is None else str(row[0])
 
@@ -151,7 +151,7 @@ class NeighbourTable:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """All or nothing, whatever interrupts it."""
-        with self._translated():
+        with self._translate_errors():
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
@@ -161,7 +161,7 @@ class NeighbourTable:
                     self._db.execute("ROLLBACK")
 
     @contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """A turn, and trouble in one line."""
         with self._lock:
             try:

@@ -27,7 +27,7 @@ class AnchorView:
 
     def __init__(self, scene: Scene, rule: str, depth: int) -> None:
         request = scene.request
-        found = _stored(scene, rule)
+        found = _stored_anchors(scene, rule)
         chunks = [(span.start, found[span.key]) for span in request.placed]
         positions = [start + anchors.indices[:depth] for start, anchors in chunks]
         front = torch.arange(request.preamble_len).expand(depth, -1)
@@ -79,7 +79,7 @@ class AnchorView:
         return LaidContext(q, keys[-self._question :], keys, values, self._at[0])
 
 
-def _stored(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
+def _stored_anchors(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
     """The anchors of every placed chunk. Raises RequestError if some have none."""
     name = extra_name(rule)
     blobs = scene.stitched.extra_tensors(name)

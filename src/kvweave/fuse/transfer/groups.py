@@ -54,7 +54,7 @@ class LayerQueue:
             size += 1
         return range(first, first + size)
 
-    def took(self, group: range) -> None:
+    def take(self, group: range) -> None:
         """`next_group` is being brought."""
         del self._order[: len(group)]
         if group.start not in self._alone:

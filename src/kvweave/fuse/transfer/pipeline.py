@@ -65,7 +65,7 @@ def open_source(
         begun_s = time.perf_counter()
         yield source
         if source.pass_began_s is not None:
-            ring.started(needs.probe, source.pass_began_s - begun_s)
+            ring.record_start(needs.probe, source.pass_began_s - begun_s)
     except BaseException:
         # what the pass was told may still read slots, or anchors in memory that goes with the lease
         torch.cuda.current_stream(decoder.device).synchronize()
@@ -143,7 +143,7 @@ class PipelinedChunks:
             spec, dtype = self._decoder.spec, self._decoder.dtype
             shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
             out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
-        placement.unturned(slot.data, _place(slot, layer), out.k, out.v)
+        placement.write_unturned(slot.data, _place(slot, layer), out.k, out.v)
         self._give_back(slot)
         return out
 
@@ -208,7 +208,7 @@ class PipelinedChunks:
             slot = self._ring.slot(group)
             if slot is None:
                 return
-            self._queue.took(group)
+            self._queue.take(group)
             self._fill(slot, arrived)
 
     def _bring(self, layer: int) -> None:

@@ -96,7 +96,9 @@ class Placement:
         for group in self._groups:
             unpack(data, group.packing, group.rows[_number(*at)], group.turn, keys, values)
 
-    def unturned(self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor) -> None:
+    def write_unturned(
+        self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor
+    ) -> None:
         """Write them side by side into [N, Hk, D], keys as stored."""
         for group in self._groups:
             rows = group.rows[_number(*at)]._replace(row=group.compact)

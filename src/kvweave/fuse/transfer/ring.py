@@ -168,7 +168,7 @@ class Ring:
         if seconds > 0:
             self.bytes_per_s += GAIN * (size / seconds - self.bytes_per_s)
 
-    def started(self, kind: str, start_s: float) -> None:
+    def record_start(self, kind: str, start_s: float) -> None:
         """A pass of this kind began so long after its bytes were asked for.
 
         Follows a shorter time at once: a longer one may have compiled or recorded something.

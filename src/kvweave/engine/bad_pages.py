@@ -12,7 +12,7 @@ from kvweave.kernels.host import on_device
 from kvweave.model.paged_kv import KVPool
 
 
-def is_unsound(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
+def has_bad_rows(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
     """Whether any of the first `num_rows` rows of these pages is no number, in any layer. Waits for
     the device."""
     at = on_device(torch.tensor(pages), pool.keys.device)
@@ -24,11 +24,11 @@ def is_unsound(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
     return False
 
 
-def is_unsound_chunk(pool: KVPool, pages: Sequence[int], num_tokens: int) -> bool:
+def is_bad_chunk(pool: KVPool, pages: Sequence[int], num_tokens: int) -> bool:
     """The same of a shared chunk's pages. Codes of 8 bits are numbers whatever they are: there the
     scales are looked at."""
     if pool.codes(0) is None:
-        return is_unsound(pool, pages, num_tokens)
+        return has_bad_rows(pool, pages, num_tokens)
     at = on_device(torch.tensor(pages), pool.keys.device)
     for layer in range(len(pool.keys)):
         coded = pool.codes(layer)
