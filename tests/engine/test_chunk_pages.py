@@ -48,7 +48,7 @@ class Books:
     def bring(self, some: Sequence[WantedChunk], cost_s: float = 1.0) -> None:
         """A request that reads these and is over."""
         lease = self.take(some)
-        self.chunks.filled(lease, cost_s, never)
+        self.chunks.mark_filled(lease, cost_s, never)
         lease.release()
 
 
@@ -60,7 +60,7 @@ def test_a_chunk_has_pages_once_and_stays_when_nobody_reads_it() -> None:
     assert books.chunks.holds("", [key("a")]) == set()  # empty pages are found by nobody who looks
     second = books.take(some)
     assert books.allocator.num_used == 4
-    books.chunks.filled(first, 1.0, never)
+    books.chunks.mark_filled(first, 1.0, never)
     assert second.filled == {key("a"), key("b")}
     books.chunks.check_integrity([first, second])
     for lease in (first, second, first):
@@ -88,7 +88,7 @@ def test_what_is_used_often_and_dear_leaves_last() -> None:
     for _ in range(8):
         books.bring(wanted("hot"))
     held = books.take(wanted("held"))
-    books.chunks.filled(held, 0.001, never)
+    books.chunks.mark_filled(held, 0.001, never)
     ranks, left = [], []
     while (rank := books.chunks.lowest_rank()) is not None:
         before = {chunk.key for chunk in books.chunks}
@@ -118,7 +118,7 @@ def test_a_deleted_chunk_is_found_no_more_and_its_pages_go_with_the_last_lease()
     books = Books()
     books.bring(wanted("b"))
     lease = books.take(wanted("a"))
-    books.chunks.filled(lease, 1.0, never)
+    books.chunks.mark_filled(lease, 1.0, never)
     assert books.chunks.forget([ChunkId("a"), ChunkId("b")], "other") == 0
     assert books.chunks.forget([ChunkId("a"), ChunkId("b")], "") == 2
     assert books.chunks.holds("", [key("a"), key("b")]) == set()
@@ -126,7 +126,7 @@ def test_a_deleted_chunk_is_found_no_more_and_its_pages_go_with_the_last_lease()
     assert books.allocator.num_used == 2
     again = books.take(wanted("a"))  # of a request that did not hear of it: other pages
     assert books.allocator.num_used == 4
-    books.chunks.filled(again, 1.0, lambda chunk_id: chunk_id == "a")
+    books.chunks.mark_filled(again, 1.0, lambda chunk_id: chunk_id == "a")
     assert books.chunks.holds("", [key("a")]) == set()
     lease.release()
     again.release()
@@ -153,7 +153,7 @@ def test_books_balance_through_random_lives(seed: int) -> None:
                     books.chunks.complete(lease, "", some)
                     leases.append(lease)
             case 2 if leases:
-                books.chunks.filled(rng.choice(leases), rng.random(), never)
+                books.chunks.mark_filled(rng.choice(leases), rng.random(), never)
             case 3 | 4 if leases:
                 leases.pop(rng.randrange(len(leases))).release()
             case 5:

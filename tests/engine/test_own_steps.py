@@ -281,19 +281,19 @@ def test_another_tenant_waits_while_all_that_run_are_on_their_way(
     """None of them may leave for it."""
     request = fused(world, random.Random(9), 3)
     mine, other = replace(request, namespace="a"), replace(request, namespace="b")
-    want, late, scoring = world.alone(request), [], OwnSteps._scoring
+    want, late, scoring = world.alone(request), [], OwnSteps._work_while_scoring
 
     def hearing(self: OwnSteps, own: EngineSequence) -> None:
         if not late:
             late.append(engine.submit(other))
-            engine._worker._hear()
+            engine._worker._take_in_news()
         scoring(self, own)
 
     with Engine(world.decoder, replace(CFG, max_running=most)) as engine:
         for tenant in (mine, other):
             answer(engine.submit(tenant))
             answer(engine.submit(tenant))
-        monkeypatch.setattr(OwnSteps, "_scoring", hearing)
+        monkeypatch.setattr(OwnSteps, "_work_while_scoring", hearing)
         tickets = engine.run_alone(lambda: [engine.submit(mine) for _ in range(most)])
         until(lambda: bool(late))
         assert [answer(ticket) for ticket in (*tickets, *late)] == [want] * (most + 1)
@@ -316,7 +316,7 @@ def test_a_token_does_not_wait_for_a_step_that_scores_nothing(
         told.append(f"{name(sequence)} begins")
         if len(tickets) == 1:  # it comes behind the first
             tickets.append(engine.submit(second, held=kind == "held"))
-            engine._worker._hear()
+            engine._worker._take_in_news()
         return own(self, sequence, meanwhile)
 
     def answering(self, sequence, *how):  # type: ignore[no-untyped-def]

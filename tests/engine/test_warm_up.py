@@ -69,7 +69,7 @@ def test_nothing_is_made_right_behind_a_request(
     monkeypatch.setattr(warm_up_module.time, "monotonic", lambda: now_s)
     warm_up, _ = make_warm_up(decoder)
     assert warm_up.due_s == 0.0, "no request was there yet"
-    warm_up.request_ended()
+    warm_up.note_request_ended()
     assert warm_up.due_s == REST_S
     assert not warm_up.step()
     now_s += REST_S
@@ -83,10 +83,10 @@ def test_what_is_at_rest_is_looked_at_again_behind_a_request(
     while warm_up.step():
         pass
     assert warm_up.due_s is None
-    warm_up.request_ended()
+    warm_up.note_request_ended()
     assert warm_up.due_s is None, "on a CPU nothing is ever recorded"
     monkeypatch.setattr(Decoder, "can_record", True)
-    warm_up.request_ended()
+    warm_up.note_request_ended()
     assert warm_up.due_s is not None
 
 

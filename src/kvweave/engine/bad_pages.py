@@ -13,8 +13,8 @@ from kvweave.model.paged_kv import KVPool
 
 
 def has_bad_rows(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
-    """Whether any of the first `num_rows` rows of these pages is no number, in any layer. Waits for
-    the device."""
+    """Whether any of the first `num_rows` rows of these pages holds a value that is no number, in
+    any layer. Waits for the device."""
     at = on_device(torch.tensor(pages), pool.keys.device)
     for part in (pool.keys, pool.values):
         for layer in part:  # one by one: a gather of all would want as much memory again
@@ -25,8 +25,8 @@ def has_bad_rows(pool: KVPool, pages: Sequence[int], num_rows: int) -> bool:
 
 
 def is_bad_chunk(pool: KVPool, pages: Sequence[int], num_tokens: int) -> bool:
-    """The same of a shared chunk's pages. Codes of 8 bits are numbers whatever they are: there the
-    scales are looked at."""
+    """Whether the pages of a shared chunk hold values that are no numbers. Codes of 8 bits always
+    are numbers, so their scales are checked."""
     if pool.codes(0) is None:
         return has_bad_rows(pool, pages, num_tokens)
     at = on_device(torch.tensor(pages), pool.keys.device)

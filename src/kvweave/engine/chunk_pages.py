@@ -68,29 +68,29 @@ class ChunkLease:
 
     @property
     def filled(self) -> frozenset[ChunkKey]:
-        """Those whose KV is there."""
+        """Chunks whose KV is in their pages."""
         return frozenset(key for key, chunk in self.chunks.items() if chunk.is_filled)
 
     @property
     def is_filled(self) -> bool:
-        """Whether the KV of all is there."""
+        """Whether the KV of all chunks is in their pages."""
         return len(self.filled) == len(self.chunks)
 
     def fill(
         self, cost_s: float, is_gone: Callable[[ChunkId], bool], rounded: Collection[ChunkKey]
     ) -> None:
-        """See `ChunkPages.filled`."""
+        """Note that a pass filled the pages of these chunks: see `ChunkPages.mark_filled`."""
         self._owner.mark_filled(self, cost_s, is_gone, rounded)
 
     @property
     def rounded(self) -> frozenset[ChunkKey]:
-        """Those whose KV is there, or will be, other than it was computed."""
+        """Chunks whose KV is, or will be, rounded by a codec."""
         if self._owner.rounds:
             return frozenset(self.chunks)
         return frozenset(key for key in self.filled if self.chunks[key].is_rounded)
 
     def drop(self, keys: Collection[ChunkKey]) -> None:
-        """Lease these no more."""
+        """Give these chunks back before the others."""
         for key in keys:
             self._owner.release(self.chunks.pop(key))
 
@@ -155,7 +155,8 @@ class ChunkPages:
         return lease
 
     def complete(self, lease: ChunkLease, tenant: str, wanted: Sequence[WantedChunk]) -> None:
-        """Empty pages for what `hold` did not find. There are enough free ones."""
+        """Take empty pages for what `hold` did not find. The caller has made enough of them
+        free."""
         for each in wanted:
             if each.key in lease.chunks:
                 continue
@@ -176,9 +177,11 @@ class ChunkPages:
         is_gone: Callable[[ChunkId], bool],
         rounded: Collection[ChunkKey] = (),
     ) -> None:
-        """A pass filled what was empty of a lease; bringing it took `cost_s`, and a codec had
-        `rounded` some. Chunks that were deleted since their request found them are the request's
-        alone."""
+        """Note that a pass filled the empty chunks of a lease.
+
+        Bringing them took `cost_s`, and a codec had `rounded` some. Chunks that were deleted since
+        their request found them stay the request's alone.
+        """
         empty = [chunk for chunk in lease.chunks.values() if not chunk.is_filled]
         num_tokens = sum(chunk.num_tokens for chunk in empty)
         for chunk in empty:
@@ -190,7 +193,8 @@ class ChunkPages:
         self._counts["fills"] += len(empty)
 
     def release(self, chunk: ResidentChunk) -> None:
-        """One lease less. What was never filled, or is found no more, goes with the last."""
+        """Count one lease less. A chunk that was never filled, or is found no more, is freed with
+        its last lease."""
         chunk.leases -= 1
         if chunk.leases:
             return
@@ -205,11 +209,11 @@ class ChunkPages:
         self._free(chunk)
 
     def lowest_rank(self) -> float | None:
-        """What the chunk that would leave next is worth; None: none may leave."""
+        """Return the value of the chunk that would leave next; None: none may leave."""
         return next((rank for _, rank in self._idle.lowest(lambda _: True)), None)
 
     def shrink(self) -> bool:
-        """Let the least valuable chunk that nobody leases go. False: there is none."""
+        """Free the least valuable chunk that nobody leases. False: there is none."""
         found = next(self._idle.lowest(lambda _: True), None)
         if found is None:
             return False
@@ -225,21 +229,22 @@ class ChunkPages:
         return True
 
     def discard(self, chunk: ResidentChunk) -> None:
-        """A leased chunk's KV is no good: nobody finds it from now on."""
+        """Let nobody find a leased chunk from now on, because its KV is bad."""
         if chunk.is_found:
             self._hide(chunk)
 
     def forget(self, chunk_ids: Collection[ChunkId], tenant: str) -> int:
-        """Chunks of a tenant were deleted. Returns how many are found no more."""
+        """Let nobody find these chunks of a tenant, which were deleted. Returns how many there
+        were."""
         wanted = set(chunk_ids)
         return self._forget(lambda chunk: not wanted.isdisjoint(chunk.ids), tenant)
 
     def forget_all(self, tenant: str) -> int:
-        """Any chunk of a tenant may have been deleted."""
+        """Let nobody find any chunk of a tenant: all may have been deleted."""
         return self._forget(lambda _: True, tenant)
 
     def __iter__(self) -> Iterator[ResidentChunk]:
-        """All that have pages."""
+        """All chunks that have pages."""
         return iter([*self._found.values(), *self._hidden])
 
     def check_integrity(self, leases: Sequence[ChunkLease]) -> None:

@@ -89,8 +89,8 @@ class ChunkRoom:
     ) -> AbstractContextManager[SharedLayers]:
         return open_shared(decoder, request, self, self._scratch, front, transfer, needs)
 
-    def pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
-        """Its chunks are filled from now on. It leases no more what it does not read: chunks that
+    def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+        """Mark the chunks as filled, and drop the lease on those that are not read: chunks that
         were lost, or of which every row was computed anew."""
         assert self._laid_out is not None, "the pass began"
         placed = {span.key for span in self._laid_out[0].placed}
@@ -105,8 +105,8 @@ class ChunkRoom:
         sequence = self._sequence
         return self._tombstones.is_gone(chunk_id, sequence.as_of, sequence.request.namespace)
 
-    def pass_ordered(self) -> None:
-        """Its rows see its own ones from now on, and those of the chunks that it does not compute
+    def note_pass_ordered(self) -> None:
+        """Let rows that follow see the prompt's own rows, and the chunks that it does not compute
         anew."""
         assert self._laid_out is not None, "the pass began"
         request, own = self._laid_out

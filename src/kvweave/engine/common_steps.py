@@ -52,14 +52,14 @@ class CommonSteps:
         self._lifecycle.hand_out(output)
 
     def reach_layer(self) -> None:
-        """A layer of whatever is computed is through. Raises StepGivenUp if the step at hand is to
-        get on no further."""
+        """Note that a layer was computed. Raises StepGivenUp if the step that runs should stop
+        here."""
         if self._yielding is not None:
             self._yielding.reach_layer()
 
     def _is_wanted(self, tickets: Sequence[Ticket]) -> bool:
-        """Whether a step of guesses, or of idle time, should go on: one of the guesses was right,
-        or nothing has happened that it stands in the way of."""
+        """Whether a step of guesses or of idle time should go on: one of its guesses turned out
+        right, or nothing more urgent was posted."""
         if self._inbox.is_closed:
             return False
         if not self._inbox:

@@ -165,7 +165,7 @@ class Engine:
         return self._prefixes.pin(namespace, preamble)
 
     def price(self, cost_s: Cost) -> None:
-        """From now on the tree prices what it keeps by `cost_s`. On the engine thread."""
+        """Let the tree price what it keeps by `cost_s` from now on. On the engine thread."""
         self.tree.price(cost_s)
 
     def run_alone(self, job: Callable[[], T]) -> T:
@@ -261,7 +261,7 @@ class Engine:
         self._pages.check_integrity(list(self._lifecycle.sequences.values()))
 
     def pulse(self) -> Pulse:
-        """How the engine thread is: for who watches it."""
+        """Return how the engine thread is, for whoever watches it."""
         return self._worker.pulse()
 
     def abandon(self, why: str) -> None:
@@ -286,7 +286,8 @@ class Engine:
         self.close()
 
     def _notify(self, ticket: Ticket) -> None:
-        """A ticket changed. A closed engine has ended it already, or is about to."""
+        """Tell the worker that a ticket changed. A closed engine has ended it already, or is about
+        to."""
         with suppress(EngineClosed):
             self._worker.post(ticket)
 

@@ -11,9 +11,12 @@ MOST = 1024  # tenants that are remembered before those without requests are for
 
 
 def share_of(namespace: str) -> str:
-    """Whose share a request counts against. A client may name tenants of its own behind the one
-    whose key it has (`acme/x`, see `KVTransfer`): those are one, or each name would be another
-    share. A gateway without a tenant (`/x`) speaks for tenants that are strangers to each other."""
+    """Return the tenant whose share a request counts against.
+
+    A client may name tenants of its own behind the one whose key it has (`acme/x`, see
+    `KVTransfer`): those are one, or each name would be another share. A gateway without a tenant
+    (`/x`) speaks for tenants that are strangers to each other.
+    """
     return namespace.partition("/")[0] or namespace
 
 
@@ -25,7 +28,7 @@ class FairRanks:
         self._ends: dict[str, float] = {}  # by tenant: where its next request may stand
 
     def rank(self, tenant: str, cost: int) -> float:
-        """Of a tenant's request that arrives now and takes so many rows."""
+        """Return the rank of a request that arrives now and takes `cost` rows."""
         start = max(self._now, self._ends.get(tenant, 0.0))
         self._ends[tenant] = start + max(1, cost)
         if len(self._ends) > MOST:
@@ -33,5 +36,5 @@ class FairRanks:
         return start
 
     def advance_to(self, rank: float) -> None:
-        """A request of that rank is computed from now on."""
+        """Note that a request of that rank is computed from now on."""
         self._now = max(self._now, rank)

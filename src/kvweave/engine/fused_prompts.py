@@ -63,9 +63,12 @@ class FusedPrompts:
         is_alone: bool,
         meanwhile: Meanwhile | None = None,
     ) -> OrderedPrompt | None:
-        """Lay a prompt out and choose its rows. None: they run in slices, in the steps of all
-        requests. Else all are ordered. `is_alone`: no other request has anything to compute.
-        Raises RoomLost, and what the device raises."""
+        """Lay a prompt out and choose its rows.
+
+        Returns the prompt with all its rows ordered; None if they run in slices instead, in the
+        common steps. `is_alone`: no other request has anything to compute. Raises RoomLost, and
+        what the device raises.
+        """
         part, room = sequence.fused_part, self._room(sequence)
         with closing(self._loader.open_now(sequence)) as stored:
             sequence.stored = None
@@ -78,21 +81,24 @@ class FusedPrompts:
             ordered = stored.order(self._decoder, frame, room, part.ratio, meanwhile)
         return OrderedPrompt(sequence, ordered, started_s)
 
-    def is_scored(self, sequence: EngineSequence) -> bool:
-        """Whether the device scores the rows of a prompt before its pass, and nothing else is
-        waited for: it reads shared chunks, and all of them are filled."""
+    def waits_only_for_scores(self, sequence: EngineSequence) -> bool:
+        """Whether the host waits for nothing but the scores of a prompt's rows before its pass: the
+        prompt reads shared chunks, and all of them are filled."""
         part, num_layers = sequence.fused_part, self._decoder.spec.num_layers
         if sequence.shared is None or not scores_rows(part.strategy, part.ratio, num_layers):
             return False
         return sequence.shared.is_filled
 
     def _room(self, sequence: EngineSequence) -> PromptRoom:
+        """Return the place of a prompt's KV: shared chunk pages if it leased some, else its own
+        pages."""
         if sequence.shared is None:
             return OwnRoom(sequence.own_kv)
         return ChunkRoom(sequence, self._pages, self._scratch, self._prefixes.tombstones)
 
     def _frame(self, sequence: EngineSequence) -> PromptFrame:
-        """What stands around the chunks that are not exact."""
+        """Return what stands around the chunks that are not exact: the exact KV in front, and the
+        question."""
         part, lease = sequence.fused_part, sequence.lease
         num_exact = sequence.num_exact_chunks(lease)
         exact = part.preamble
@@ -134,7 +140,7 @@ def runs_in_slices(
 
 
 def word_for_pass(sequence: EngineSequence) -> str:
-    """How a record calls a prompt that was computed in a step of its own."""
+    """Return the word by which records name a prompt that was computed in a step of its own."""
     return STREAMED if sequence.fused_part.strategy.can_be_sliced else WHOLE
 
 

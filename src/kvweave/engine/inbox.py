@@ -14,8 +14,8 @@ class Outbox(Protocol[T_contra]):
     """Brings items to the engine thread, which takes them between two steps. Any thread posts."""
 
     def post(self, item: T_contra) -> None:
-        """Waits for nothing. Raises EngineClosed if the item will not be taken: what it holds is
-        the caller's to give back."""
+        """Leave an item, without waiting. Raises EngineClosed if the item will not be taken: the
+        caller then gives back what it holds."""
         ...
 
 
@@ -33,7 +33,8 @@ class Inbox(Generic[T]):
         return len(self._items)
 
     def post(self, item: T) -> None:
-        """See Outbox."""
+        """Append an item and wake the engine thread. Raises EngineClosed once the inbox is
+        closed."""
         with self.changed:
             if self._closed:
                 raise EngineClosed("the engine is closed; open another one to ask")
@@ -41,12 +42,12 @@ class Inbox(Generic[T]):
             self.changed.notify_all()
 
     def take(self) -> T:
-        """The oldest item. IndexError when there is none."""
+        """Return the oldest item. Raises IndexError when there is none."""
         with self.changed:
             return self._items.popleft()
 
     def peek(self) -> list[T]:
-        """What was not taken yet. Any thread."""
+        """Return the items that were not taken yet. Any thread."""
         with self.changed:
             return list(self._items)
 
@@ -55,7 +56,8 @@ class Inbox(Generic[T]):
         return self._closed
 
     def close(self) -> None:
-        """Take nothing more. What is there stays to be taken. Harmless the second time."""
+        """Accept no more items. Those that are there can still be taken. Harmless the second
+        time."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()

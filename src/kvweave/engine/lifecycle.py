@@ -63,9 +63,9 @@ class Lifecycle:
         return None if self.sequences else self._warm_up.due_s
 
     def work_ahead(self) -> bool:
-        """There is nothing to compute. While there is no request either, kernels are compiled and
-        steps recorded ahead of their use, and exact KV is copied ahead of its leaving the pool.
-        False: there is nothing more to do at once."""
+        """Do something useful in idle time: compile kernels, record steps ahead of their use, or
+        copy exact KV ahead of its leaving the pool. Does nothing while there is a request. False:
+        there is nothing more to do at once."""
         if self.sequences:
             return False
         if self._warm_up.step():
@@ -74,11 +74,11 @@ class Lifecycle:
         return False
 
     def has(self, sequence: EngineSequence) -> bool:
-        """Whether a request has not ended."""
+        """Whether a request is still known here, because it has not ended."""
         return self.sequences.get(sequence.ticket) is sequence
 
     def hear(self, news: News) -> None:
-        """Something was posted to the engine thread."""
+        """Act on what another thread posted to the engine thread."""
         match news:
             case Ticket():
                 self._update_ticket(news)
@@ -90,7 +90,7 @@ class Lifecycle:
                 job()
 
     def _update_ticket(self, ticket: Ticket) -> None:
-        """A ticket is new, or its owner released or cancelled it."""
+        """Begin a ticket that is new; release or end one whose owner released or cancelled it."""
         sequence = self.sequences.get(ticket)
         if ticket.is_cancelled:
             self.end(ticket)
@@ -102,7 +102,8 @@ class Lifecycle:
             self._scheduler.add(sequence)
 
     def _finish_loading(self, loaded: LoadedPrompt) -> None:
-        """The bytes of a request are there, or will never be."""
+        """Let a request wait for its turn now that its bytes have come, or end it if they will
+        never come."""
         sequence, result, started_s = loaded
         sequence.ticket.timeline.loading_s += time.perf_counter() - started_s
         if isinstance(result, BaseException):
@@ -114,7 +115,7 @@ class Lifecycle:
             self._scheduler.add(sequence)
 
     def _release(self, sequence: EngineSequence) -> None:
-        """A held request goes on."""
+        """Let a held request answer: from the logits that it kept, if its prompt is computed."""
         if sequence.progress.held:
             self.counts.count_right_guess(sequence)
         logits, sequence.logits = sequence.logits, None
@@ -129,6 +130,8 @@ class Lifecycle:
             self._hand_out_slice(result, output.seconds, shared)
 
     def _hand_out_slice(self, result: SliceResult, seconds: float, shared: bool) -> None:
+        """Advance one request by the rows that a step of `seconds` computed of it, and answer if
+        the step gave it logits. `shared`: others took part in the step."""
         sequence, num_rows = result.slice
         if result.error is not None:
             self.end(sequence.ticket, result.error)
@@ -147,7 +150,7 @@ class Lifecycle:
         self.answer(sequence, result.logits, result.likeliest)
 
     def offer(self, sequence: EngineSequence) -> None:
-        """Offer the tree what is exact of a prompt that got further."""
+        """Offer the knowledge tree the exact part of a prompt that was computed further."""
         taken = self._pages.offer(sequence)
         if sequence.request.fused is not None:
             self.counts.add("fused_offered", taken)
@@ -159,8 +162,11 @@ class Lifecycle:
         likeliest: int | None = None,
         lead: float | None = None,
     ) -> None:
-        """Draw a token and hand it out; a held request keeps the logits instead. The `likeliest`
-        token, if it is all that matters, and its `lead` over the next, if they are known."""
+        """Draw a token and hand it out; a held request keeps the logits instead.
+
+        `likeliest` is the most likely token if it is known and nothing else matters; `lead` is how
+        far its logit is ahead of the next one, if that is known.
+        """
         in_background = sequence.progress.background
         try:
             if sequence.progress.held:
@@ -185,7 +191,8 @@ class Lifecycle:
             self.end(sequence.ticket)
 
     def _drop_bad_pages(self, sequence: EngineSequence) -> None:
-        """What a request read may be to blame: then the next one must not read it, too."""
+        """Drop the pages that a failed request read if they hold values that are no numbers, so
+        that the next request does not read them."""
         try:
             dropped = self._pages.drop_bad_pages(sequence)
         except RuntimeError as error:  # CUDA's: the request has an error to end with already
@@ -196,17 +203,18 @@ class Lifecycle:
         self.counts.add("kv_distrusted", dropped)
 
     def _compute_exactly(self, sequence: EngineSequence) -> None:
-        """A fused prompt begins again, as one of which nothing is approximated."""
+        """Begin a fused prompt again as a prompt that is computed in full."""
         self.counts.add("fused_close_calls")
         sequence.request = replace(sequence.request, fused=None)
         sequence.fuse_record = sequence.ticket.record = None
         self._scheduler.begin_again(sequence)
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
-        """A request is finished, cancelled or failed."""
+        """End a request that is finished, cancelled or failed with `error`: give back all that it
+        holds, count it and tell its reader."""
         error = _error_for_reader(error)
         sequence = self.sequences.pop(ticket, None)
-        self._warm_up.request_ended()
+        self._warm_up.note_request_ended()
         try:
             if sequence is not None:
                 self._take_back(sequence)
@@ -218,6 +226,7 @@ class Lifecycle:
             ticket.end(error)
 
     def _take_back(self, sequence: EngineSequence) -> None:
+        """Take a request out of the scheduler and free its stored bytes and its pages."""
         if sequence.progress.held:
             self.counts.count_wrong_guess(sequence)
         self._scheduler.remove(sequence)
@@ -227,7 +236,8 @@ class Lifecycle:
 
 
 def _error_for_reader(error: BaseException | None) -> BaseException | None:
-    """What the reader of an answer hears: want of memory by its name, the rest as it is."""
+    """Return the error that the reader of an answer gets: NoDeviceMemory where the device ran out
+    of memory, else `error` itself."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return error
     told = NoDeviceMemory(

@@ -95,7 +95,7 @@ class Offload:
         self.num_bytes += copy.kv.nbytes
 
     def settle(self, arrived: ArrivedCopy) -> None:
-        """The engine thread heard of a copy's arrival."""
+        """Take in that a copy arrived. On the engine thread."""
         self.num_bytes -= arrived.copy.kv.nbytes
 
     def close(self) -> None:
@@ -234,8 +234,8 @@ class TreePages:
             pages.handle.is_held = False
 
     def settle(self, arrived: ArrivedCopy) -> bool:
-        """Between two steps: a copy is in host memory, or will never be. False: the tree has it
-        and must do without it."""
+        """Take in that a copy is in host memory, or will never be. Called between two steps. False:
+        the tree has the copy and must do without it."""
         assert self._offload is not None, "what arrives was sent off"
         self._offload.settle(arrived)
         copy, result = arrived
@@ -247,7 +247,7 @@ class TreePages:
         return True
 
     def report_failure(self, error: Exception) -> None:
-        """The device refused to copy exact KV: counted, and told."""
+        """Count and log that the device refused to copy exact KV."""
         self.num_failed += 1
         log.warning("exact KV could not be copied (%s): it is computed when it is needed", error)
 
@@ -261,8 +261,8 @@ class TreePages:
         }
 
     def _gather(self, page_ids: Sequence[int]) -> Tensor:
-        """On the stream that computes: behind what was written to the pages, before what will be
-        once other sequences have them."""
+        """Copy pages to one piece of device memory. It runs on the stream that computes: behind
+        what was written to the pages, before what others will write there."""
         keys, values = self._pool.keys, self._pool.values
         at = on_device(torch.tensor(page_ids), keys.device)
         kv = keys.new_empty((2, len(keys), len(page_ids), *keys.shape[2:]))

@@ -63,7 +63,9 @@ class OwnSteps:
         if self._prompt is not None:
             _mark_shared(own, self._prompt.sequence)
         self._prompts_since += 1
-        ordered = self._take(own, Meanwhile(partial(self._scoring, own), self.finish_step))
+        ordered = self._take(
+            own, Meanwhile(partial(self._work_while_scoring, own), self.finish_step)
+        )
         self.finish_prompt()  # the one before, if this one failed before its rows were scored
         self._prompt = ordered
 
@@ -81,6 +83,8 @@ class OwnSteps:
             self._finish(ordered)
 
     def _finish(self, ordered: OrderedPrompt) -> None:
+        """Wait for the pass of an ordered prompt and end its step; end the request if the device
+        failed."""
         sequence = ordered.sequence
         if not self._lifecycle.has(sequence):
             return  # it has ended meanwhile, and given back what it held
@@ -92,11 +96,11 @@ class OwnSteps:
         self._end_step(sequence, prefilled, ordered.started_s)
 
     def count_common_step(self) -> None:
-        """A common step was taken by itself."""
+        """Note that a common step was taken by itself: prompts are counted from here again."""
         self._prompts_since = 0
 
     def forget(self) -> None:
-        """All requests have ended."""
+        """Forget what was ordered, because all requests have ended."""
         self._prompt = self._step = None
 
     def _can_overlap(self, own: EngineSequence) -> bool:
@@ -104,12 +108,14 @@ class OwnSteps:
         and nothing but the scoring of its rows is waited for."""
         if not self._prompts_per_step or own.progress.held or own.progress.background:
             return False
-        return self._fused.is_scored(own)
+        return self._fused.waits_only_for_scores(own)
 
     def _take(self, own: EngineSequence, meanwhile: Meanwhile | None) -> OrderedPrompt | None:
-        """Lay out a prompt: its rows join the common steps, or are all computed now. With
-        `meanwhile` what is ordered is not waited for, and comes back; what `meanwhile` does may end
-        other requests, and must leave this one alone."""
+        """Lay out a prompt: its rows join the common steps, or are all computed now.
+
+        With `meanwhile` the ordered prompt is returned and not waited for. What `meanwhile` does
+        may end other requests, but must leave this one alone.
+        """
         started_s = time.perf_counter()
         self._lifecycle.counts.add("fused_begun")
         is_first = own.progress.known == own.prompt_len  # else it was preempted while it answered
@@ -130,7 +136,8 @@ class OwnSteps:
         return None
 
     def _end_step(self, own: EngineSequence, prefilled: Prefilled | None, started_s: float) -> None:
-        """A prompt took its own step: it is `prefilled`, or its rows are chosen."""
+        """Record the own step of a prompt, and answer if the prompt is `prefilled`. None: its rows
+        were chosen and will run in the common steps."""
         lifecycle, seconds = self._lifecycle, time.perf_counter() - started_s
         own.ticket.timeline.add_step(seconds, False)
         if own.shared is not None:
@@ -153,8 +160,9 @@ class OwnSteps:
             lead = None if first is None else first.lead
             lifecycle.answer(own, prefilled.logits, likeliest, lead)
 
-    def _scoring(self, own: EngineSequence) -> None:
-        """Rows of `own` are being scored: the device has that to do, and what it had before."""
+    def _work_while_scoring(self, own: EngineSequence) -> None:
+        """Use the time in which the device scores the rows of `own`: hand out the first token of
+        the prompt before it, and order a common step."""
         if self._prompt is not None and self._prompt.prefill.is_through:
             self.finish_prompt()  # then it is in the step
         if self._step is None:  # else `own` tries again, without a chunk that was lost
@@ -162,6 +170,11 @@ class OwnSteps:
         self.finish_prompt()
 
     def _order_step(self, own: EngineSequence) -> None:
+        """Order a common step of all requests but `own` and the prompt that was ordered before it.
+
+        Orders none if a token would have to be drawn from logits, or if another fused prompt should
+        come first.
+        """
         apart = [own] if self._prompt is None else [own, self._prompt.sequence]
         others = [one for one in self._scheduler.running if one not in apart]
         # a token that is drawn from logits would be drawn behind the whole pass
@@ -177,6 +190,7 @@ class OwnSteps:
 
 
 def _mark_shared(*prompts: EngineSequence) -> None:
-    """What these take is not what they take alone."""
+    """Mark these prompts as having shared the device: their times are not those of prompts that run
+    alone."""
     for one in prompts:
         one.ticket.timeline.shared = True

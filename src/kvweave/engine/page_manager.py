@@ -149,7 +149,8 @@ class PageManager:
         return self._prefixes.is_gone(chunk, sequence.as_of, sequence.request.namespace)
 
     def admit(self, sequence: EngineSequence) -> bool:
-        """Pages for all it knows, and one for each of the others to grow; False: not now."""
+        """Give a sequence pages for all it knows, if each of the others can still grow by one.
+        False: not now."""
         if self._reads_chunks(sequence):
             if self._admit_segmented(sequence):
                 return True
@@ -173,7 +174,8 @@ class PageManager:
         return place(sequence)
 
     def _admit_shared(self, sequence: EngineSequence) -> bool:
-        """What the tree has is read where it lies; the rest gets pages of its own."""
+        """Admit a sequence that reads what the tree has where it lies, and gets pages of its own
+        for the rest."""
         lease, shared, cached = self._match(sequence)
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
@@ -184,7 +186,7 @@ class PageManager:
             return False
         own = self._allocator.take(wanted, shared[whole - 1] if whole else None)
         assert own is not None, "there were enough"
-        cached = self._behind(shared, own, cached)
+        cached = self._continue_behind(shared, own, cached)
         self._allocator.hold(shared[:whole])
         sequence.kv = PagedKV(self._pool, [*shared[:whole], *own])
         sequence.kv.reserve(cached)
@@ -194,16 +196,16 @@ class PageManager:
         self._record_admission(sequence, cached)
         return True
 
-    def _behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
-        """Tokens that a sequence has that goes on behind `cached` ones: whole pages are read where
-        they lie, the rows of the last one are copied to its first own page."""
+    def _continue_behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
+        """Copy the rows of the last shared page that is not full to the first own page; whole pages
+        are read where they lie. Returns how many of the `cached` tokens the sequence then has."""
         whole, rest = divmod(cached, self._pool.page_tokens)
         if rest:
             rest = self._prefixes.continue_page(shared[whole], own[0], rest)
         return whole * self._pool.page_tokens + rest
 
     def _admit_run(self, sequence: EngineSequence) -> bool:
-        """A fused request gets pages side by side, and they are its own: a dense buffer."""
+        """Admit a fused request with own pages side by side, as a dense buffer."""
         count = -(-sequence.progress.known // self._pool.page_tokens)
         free = count + len(self._holding)
         lease = self._match(sequence)[0] if sequence.request.use_tree else None
@@ -230,8 +232,11 @@ class PageManager:
         return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
 
     def _admit_segmented(self, sequence: EngineSequence) -> bool:
-        """A fused request whose chunks lie in shared pages: what the tree has is read where it
-        lies, and own pages are for what is computed. Chunks that have no pages yet get some."""
+        """Admit a fused request whose chunks lie in shared pages.
+
+        What the tree has is read where it lies, and own pages are for what is computed. Chunks that
+        have no pages yet get some.
+        """
         chunks, part, tenant = self._chunks, sequence.request.fused, sequence.request.namespace
         assert chunks is not None, "chunks are shared"
         assert part is not None, "a fused request says how"
@@ -253,7 +258,7 @@ class PageManager:
         shifts = self._allocator.take(num_shifts)
         assert own is not None, "there were enough"
         assert shifts is not None, "for all"
-        cached = self._behind(front, own, cached)
+        cached = self._continue_behind(front, own, cached)
         self._allocator.hold(front[:whole])
         assert self._turn is not None, "who shares chunks can turn"
         kv = PagedKV(self._pool, [*front[:whole], *own])
@@ -286,13 +291,14 @@ class PageManager:
         return wanted, placed - recomputed
 
     def _record_admission(self, sequence: EngineSequence, cached: int) -> None:
+        """Note when a sequence was first admitted and how much the tree had of it."""
         if not sequence.progress.preempted:
             sequence.cached = cached
             sequence.ticket.timeline.admitted_s = time.perf_counter()
         self._holding.add(sequence)
 
     def grow(self, sequence: EngineSequence, num_pages: int) -> bool:
-        """More pages; False: there are none."""
+        """Give a running sequence more pages. False: there are none."""
         if not self._make_free(num_pages):
             return False
         table = sequence.kv.page_table
@@ -325,16 +331,18 @@ class PageManager:
         return taken
 
     def take_from_lost(self, sequence: EngineSequence, num_rows: int) -> None:
-        """Own pages for `num_rows` own rows of a prompt whose chunks turned out missing: the pages
-        that they were to have, and others where those hold too little. What it still leases may be
-        read. Raises RoomLost."""
+        """Give a prompt own pages for `num_rows` rows after some of its chunks turned out missing.
+
+        The pages of those chunks are used first, then others. Chunks that it still leases may be
+        read. Raises RoomLost.
+        """
         count = -(-num_rows // self._pool.page_tokens) - len(sequence.kv.page_table)
         if count > 0 and not self.grow(sequence, count):
             raise RoomLost(f"{count} pages for chunks that were lost")
 
     def drop_bad_pages(self, sequence: EngineSequence) -> int:
-        """What a sequence reads, and others may, is found no more if it holds what is no number.
-        Returns how many chunks and nodes of the tree went."""
+        """Let nobody find the chunks and tree nodes that a sequence reads if they hold values that
+        are no numbers. Returns how many there were."""
         dropped = 0
         lease = sequence.shared
         if self._chunks is not None and lease is not None:
@@ -345,7 +353,7 @@ class PageManager:
         return dropped + self._prefixes.drop_bad_pages(sequence.path)
 
     def retire(self, sequence: EngineSequence) -> None:
-        """Take everything back. Harmless for one that has nothing."""
+        """Take everything back that a sequence holds. Harmless for one that holds nothing."""
         if sequence.kv.pages:
             self._allocator.release(sequence.kv.pages)
             self._holding.remove(sequence)
@@ -372,7 +380,8 @@ class PageManager:
             assert refs == held[page], f"page {page}: {refs} holds, {held[page]} holders"
 
     def _match(self, sequence: EngineSequence) -> tuple[TreeLease | None, list[int], int]:
-        """A lease to read from or to offer behind, the pages it gives, and how many tokens."""
+        """Return a lease to read from or to offer behind, the pages it gives, and how many
+        tokens."""
         prefixes = self._prefixes
         wants = sequence.request.use_tree and not sequence.unshared
         if not prefixes.is_on or not sequence.path or not wants:

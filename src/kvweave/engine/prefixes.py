@@ -71,7 +71,7 @@ def preamble_ref(preamble: Sequence[int], namespace: str = "") -> ChunkRef:
 
 
 def _split_name(name: ChunkId) -> tuple[str, ChunkId]:
-    """Namespace and chunk of a path's first part. Only the namespace may have a bar."""
+    """Return namespace and chunk of a path's first part. Only the namespace may have a bar."""
     namespace, _, chunk_id = name.rpartition("|")
     return namespace, ChunkId(chunk_id)
 
@@ -210,15 +210,15 @@ class ExactPrefixes:
         return 0
 
     def unpin(self) -> None:
-        """Preambles may go like other leaves. What was pinned is a copy: it is computed again."""
+        """Let preambles leave like other leaves. What was pinned is a copy, and is computed
+        again."""
         for lease in self._pins.values():
             lease.release()
         self._pins.clear()
 
     def forget(self, chunk_ids: Collection[ChunkId], namespace: str = "") -> int:
-        """Chunks of a namespace were deleted: out of the tree with them and all that stands behind
-        them, for good: a request that found them before does not bring them back. Returns nodes
-        that went."""
+        """Drop deleted chunks of a namespace, and all that stands behind them, from the tree for
+        good: a request that found them before does not bring them back. Returns nodes that went."""
         wanted = set(chunk_ids)
         self.tombstones.add(wanted, namespace)
         if self._chunks is not None:
@@ -228,8 +228,8 @@ class ExactPrefixes:
         return sum(self.tree.forget(name, own) for name in (*first, *wanted))
 
     def forget_all(self, namespace: str = "") -> int:
-        """Any chunk of a namespace may have been deleted: all leave the tree, but not the preambles
-        pinned."""
+        """Drop all chunks of a namespace, of which any may have been deleted. Pinned preambles
+        stay."""
         self.tombstones.add_all(namespace)
         if self._chunks is not None:
             self._chunks.forget_all(namespace)
@@ -280,9 +280,12 @@ class ExactPrefixes:
         return self._offload is not None and self._offload.num_bytes > 0
 
     def replicate_some(self) -> int:
-        """An idle moment: copy upper nodes to host memory while they stay in the pool, so that
-        leaving it later copies nothing. Returns bytes; `settle` hears of them, and then is the next
-        such moment. Without a link beside the steps, as on a CPU, there is nothing to gain."""
+        """Copy upper nodes to host memory while they stay in the pool, so that leaving it later
+        copies nothing. For idle moments.
+
+        Returns bytes; `settle` hears of them, and then is the next such moment. Without a link
+        beside the steps, as on a CPU, there is nothing to gain.
+        """
         if self._offload is None or self._offload.num_bytes:
             return 0
         if time.monotonic() < self._ahead_from_s:
@@ -290,14 +293,14 @@ class ExactPrefixes:
         return self.tree.replicate(min(AHEAD_BYTES, self._offload.most_bytes // 2))
 
     def settle(self, arrived: ArrivedCopy) -> None:
-        """A copy that left the pool is in host memory, or will never be."""
+        """Take in that a copy which left the pool is in host memory, or will never be."""
         if isinstance(arrived.result, Exception):
             self._ahead_from_s = time.monotonic() + AFTER_FAILURE_S
         if not self._tree_pages.settle(arrived):
             self.tree.lose_copy(arrived.copy)
 
     def close(self) -> None:
-        """Called when the engine thread is gone: no thread touches the pool's memory after that."""
+        """Let no thread touch the pool's memory any more. Called when the engine thread is gone."""
         if self._offload is not None:
             self._offload.close()
 

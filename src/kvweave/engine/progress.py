@@ -28,7 +28,7 @@ class SparseRows:
 
     @property
     def reached(self) -> int:
-        """Up to here, not included, everything stands in its final form."""
+        """Position up to which, not included, everything stands in its final form."""
         return self.positions[self.done] if self.left else self.positions[-1] + 1
 
     def share(self, most: int) -> int:
@@ -75,11 +75,11 @@ class Progress:
         return self.known - self.computed if self.sparse is None else self.sparse.left
 
     def share(self, most: int) -> int:
-        """Rows of it in a step that has room for `most`."""
+        """Rows that the sequence gets in a step that has room for `most`."""
         return min(self.needed, most) if self.sparse is None else self.sparse.share(most)
 
     def advance(self, num_rows: int) -> None:
-        """So many of its rows were computed."""
+        """Count `num_rows` more rows as computed."""
         self.given_up = 0
         if self.sparse is None:
             self.computed += num_rows
@@ -90,13 +90,14 @@ class Progress:
             self.sparse = None
 
     def join(self, sparse: SparseRows) -> None:
-        """Its fused prompt is prepared: these rows are left, and run in the common steps."""
+        """Note that the fused prompt is prepared: these rows are left, and run in the common
+        steps."""
         self.sparse = sparse
         self.computed = sparse.reached
         self.own_step = False
 
     def restart(self) -> None:
-        """Its pages are gone, and with them all that was computed."""
+        """Note that the pages are gone, and with them all that was computed."""
         self.computed, self.sparse = 0, None
         self.preempted += 1
 

@@ -113,7 +113,7 @@ class RequestTimeline:
     shared: bool = False  # others were computed in the same steps
 
     def add_step(self, seconds: float, shared: bool) -> None:
-        """It took part in a step."""
+        """Add the time of a step that the request took part in; `shared` with others."""
         if self.first_token_s is None:
             self.computing_s += seconds
             self.shared = self.shared or shared
@@ -154,7 +154,7 @@ class Ticket(Iterator[Choice]):
             raise StopIteration
 
     def cancel(self) -> None:
-        """It is no longer wanted: it ends between two steps. Harmless when it is done."""
+        """Give up the answer: the request ends between two steps. Harmless when it is done."""
         with self._changed:
             if self._done or self._cancelled:
                 return
@@ -164,7 +164,7 @@ class Ticket(Iterator[Choice]):
     close = cancel  # so that it can be closed like a generator
 
     def release(self) -> None:
-        """A held request goes on; its first token is there at once if its prompt is computed."""
+        """Let a held request go on; its first token is there at once if its prompt is computed."""
         with self._changed:
             if not self._held:
                 return
@@ -172,7 +172,7 @@ class Ticket(Iterator[Choice]):
         self._wake(self)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done, without reading. False: it is not."""
+        """Wait until the request is done, without reading. False: it is not."""
         with self._changed:
             return self._changed.wait_for(lambda: self._done, timeout_s)
 
@@ -200,7 +200,7 @@ class Ticket(Iterator[Choice]):
             self._changed.notify_all()
 
     def end(self, error: BaseException | None = None) -> None:
-        """No more tokens come. The first end counts."""
+        """End the answer: no more tokens come. The first end counts."""
         with self._changed:
             if self._done:
                 return

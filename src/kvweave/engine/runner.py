@@ -123,9 +123,11 @@ class Runner:
         return StepOutput(results, time.perf_counter() - started_s)
 
     def order(self, slices: Sequence[SequenceSlice]) -> Callable[[], StepOutput]:
-        """As `run`, up to where the host would wait. What comes back waits, and is called before
-        another step is ordered; the device may be given other work before that. Steps that give
-        way are not ordered."""
+        """Order the rows of all slices as `run` does, up to where the host would wait.
+
+        Returns what waits for the results; call it before another step is ordered. The device may
+        be given other work in between. Steps that give way are not ordered.
+        """
         clock = _Clock(self.device)
         finish = self._order(slices, self._player(may_record=True))
         clock.stop()

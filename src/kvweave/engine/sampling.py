@@ -84,7 +84,7 @@ class Sampling:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """The likeliest token is taken, and nothing else is asked for."""
+        """Whether the likeliest token is taken, and nothing else is asked for."""
         is_bent = self.counts_answer or self.logit_bias
         is_unbent = self.repetition_penalty == 1.0 and not is_bent
         is_free = self.logprobs is None and self.json_schema is None
@@ -92,7 +92,7 @@ class Sampling:
 
     @property
     def counts_answer(self) -> bool:
-        """What the answer has so far bears on what comes next."""
+        """Whether the tokens of the answer so far bear on the next one."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -108,10 +108,10 @@ class TokenConstraint(Protocol):
     """Says which tokens may come next in one answer. Belongs to its sampler."""
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """These were given."""
+        """Note the tokens that were given out."""
 
     def mask(self) -> NDArray[np.bool_]:
-        """For each token of the vocabulary whether it may come. Raises ModelError."""
+        """Say for each token of the vocabulary whether it may come. Raises ModelError."""
         ...
 
 
@@ -194,7 +194,8 @@ class SeenTokens:
         self._ids: Tensor | None = None
 
     def distinct_ids(self, seen_ids: Sequence[int], like: Tensor) -> Tensor:
-        """Those of `seen_ids`, which begin with the ones of the last call, where `like` lies."""
+        """Return the distinct tokens of `seen_ids` on the device of `like`. `seen_ids` begins with
+        those of the last call."""
         new = list(dict.fromkeys(i for i in seen_ids[self._taken :] if i not in self._known))
         self._taken = len(seen_ids)
         if new or self._ids is None:
@@ -218,8 +219,8 @@ class AnswerTokens:
         self._shown = len(seen_ids)
 
     def lower(self, logits: Tensor, presence: float, frequency: float) -> Tensor:
-        """Logits [V], less the penalties of what the answer has. Others may own the given ones:
-        they stay as they are."""
+        """Return logits [V] less the penalties for the tokens of the answer. The given logits stay
+        as they are, as others may own them."""
         if not self._counts:
             return logits
         ids = torch.tensor(list(self._counts), device=logits.device)

@@ -85,7 +85,7 @@ class Scheduler(Generic[S]):
     lengths of its lists are read by any."""
 
     def __init__(self, cfg: EngineConfig, pages: PageSource[S], loader: ByteSource[S]) -> None:
-        """`cfg` as `for_device` gives it."""
+        """`cfg` is one that `for_device` completed."""
         assert cfg.page_tokens is not None, "a config for a device says how large pages are"
         assert cfg.step_rows is not None, "and how long steps"
         assert cfg.alone_rows is not None, "in both cases"
@@ -107,8 +107,8 @@ class Scheduler(Generic[S]):
         self._apart: Collection[S] = ()  # their own steps are under way: they are left alone
 
     def add(self, sequence: S) -> None:
-        """It waits for its turn. One that has to load something first stays outside and is added
-        again when it has."""
+        """Let a sequence wait for its turn. One that has to load something first stays outside, and
+        is added again when it has its bytes."""
         if self._loader.load_first(sequence, others_ready=self.is_busy):
             return
         progress = sequence.progress
@@ -119,21 +119,22 @@ class Scheduler(Generic[S]):
             self.waiting.push(sequence)
 
     def begin_again(self, sequence: S) -> None:
-        """What was computed of a running sequence is thrown away; it waits in its old place."""
+        """Throw away what was computed of a running sequence and let it wait in its old place."""
         self.running.remove(sequence)
         self._pages.retire(sequence)
         sequence.progress.computed, sequence.progress.sparse = 0, None
         self.add(sequence)
 
     def release(self, sequence: S) -> None:
-        """A held sequence becomes an ordinary one."""
+        """Make a held sequence an ordinary one."""
         sequence.progress.held = False
         if sequence in self.parked:
             self.parked.remove(sequence)
             self.add(sequence)
 
     def remove(self, sequence: S) -> None:
-        """It is finished, cancelled or failed. Its pages are the caller's to take back."""
+        """Forget a sequence that is finished, cancelled or failed. The caller takes its pages
+        back."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.parked:
@@ -174,14 +175,14 @@ class Scheduler(Generic[S]):
         return [each for each in step if each.num_rows and not each.sequence.progress.held]
 
     def let_in_beside(self, apart: Collection[S]) -> bool:
-        """Let one more in while the own steps of others are under way, if it takes its own step
-        next and somebody waits for it. Whether that is so."""
+        """Let one more sequence in while others take their own steps, if somebody waits for it and
+        its next step is its own. Returns whether it was let in."""
         best = self.waiting.best()
         if best is None or not best.progress.own_step or best.progress.held:
             return False
         self._apart = apart
         try:
-            new = self._next_in({})
+            new = self._let_next_in({})
         finally:
             self._apart = ()
         return new is not None and new.progress.own_step
@@ -192,6 +193,7 @@ class Scheduler(Generic[S]):
         return any(one.progress.own_step for one in self._foreground())
 
     def _foreground(self) -> list[S]:
+        """Running sequences that are not in the background."""
         return [one for one in self.running if not one.progress.background]
 
     def _common_step(self) -> list[StepSlice[S]]:
@@ -205,8 +207,8 @@ class Scheduler(Generic[S]):
         if any(one.progress.needed == 1 for one in together):
             left = self._step_rows
         rows_of: dict[S, int] = {}
-        parts = self._parts(together, left)
-        for one in sorted(together, key=_turn):
+        parts = self._rows_per_tenant(together, left)
+        for one in sorted(together, key=_turn_order):
             tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
             most = min(left, parts.get(tenant, left)) if is_prompt else left
             rows = self._share(one, most, rows_of)
@@ -215,7 +217,7 @@ class Scheduler(Generic[S]):
                 left = max(0, left - rows)
                 if is_prompt and tenant in parts:
                     parts[tenant] = max(0, parts[tenant] - rows)
-        while left and (new := self._next_in(rows_of)) is not None:
+        while left and (new := self._let_next_in(rows_of)) is not None:
             if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
                     return [StepSlice(new, 0)]
@@ -224,9 +226,9 @@ class Scheduler(Generic[S]):
             left -= rows_of[new]
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
-    def _parts(self, together: Sequence[S], left: int) -> dict[str, int]:
-        """Rows of a step for prompts of each tenant, where several have some; a long prompt of one
-        is not all that others see for minutes. Empty: there is one tenant."""
+    def _rows_per_tenant(self, together: Sequence[S], left: int) -> dict[str, int]:
+        """Rows of a step that prompts of each tenant may have, so that a long prompt of one tenant
+        does not hold up the others. Empty if only one tenant has prompts."""
         tenants = {one.progress.tenant for one in together if one.progress.needed > 1}
         running = {one.progress.tenant for one in self._foreground()}
         if self.waiting.first_of(lambda one: one.progress.tenant not in running) is not None:
@@ -236,8 +238,8 @@ class Scheduler(Generic[S]):
         return dict.fromkeys(tenants, -(-left // len(tenants)))
 
     def _idle_step(self) -> list[StepSlice[S]]:
-        """The next step of a sequence in the background: one at a time, so that few pages and few
-        rows stand in nobody's way."""
+        """The next step of one sequence in the background. One at a time takes few pages and few
+        rows from others."""
         for one in self.running:
             if one.progress.background:
                 rows = one.progress.share(self._background_rows)
@@ -252,7 +254,7 @@ class Scheduler(Generic[S]):
         return [StepSlice(new, 0 if is_apart else new.progress.share(self._background_rows))]
 
     def _share(self, sequence: S, left: int, rows_of: dict[S, int]) -> int:
-        """Rows of it in a step that has `left` of them, besides those of others."""
+        """Rows that a sequence gets in a step that has `left` rows, besides those in `rows_of`."""
         if not sequence.progress.held:
             return sequence.progress.share(left)
         alone = all(_can_give_way(one) for one in (sequence, *rows_of))
@@ -261,16 +263,16 @@ class Scheduler(Generic[S]):
         return sequence.progress.share(min(left, most))
 
     def gives_way(self, step: Sequence[StepSlice[S]]) -> bool:
-        """Whether a step of `next_step` is to be given up between two layers where others come: it
-        is idle time's, or has speculations alone, which may be longer than anybody should wait."""
+        """Whether a step of `next_step` stops between two layers when others come: it is of idle
+        time, or has speculations alone, which may be longer than anybody should wait."""
         if not all(_can_give_way(each.sequence) for each in step):
             return False
         is_set = self._guess_alone_rows > self._guess_rows
         return is_set or all(each.sequence.progress.background for each in step)
 
-    def _next_in(self, rows_of: dict[S, int]) -> S | None:
-        """Let one more sequence in, if there is room for it; those in the background may have to
-        leave for it, then speculations, unless it is one."""
+    def _let_next_in(self, rows_of: dict[S, int]) -> S | None:
+        """Let the next waiting sequence in, if there is room for it or others can be preempted for
+        it: those in the background, then speculations, then those of another tenant."""
         busy = sum(not one.progress.held for one in self._foreground())
         new = self.waiting.best() if busy < self._cfg.max_running else None
         if new is None or not self._admit(new, rows_of):
@@ -283,6 +285,8 @@ class Scheduler(Generic[S]):
         return new
 
     def _admit(self, new: S, rows_of: dict[S, int]) -> bool:
+        """Give a new sequence its pages; preempt sequences in the background, and speculations
+        unless it is one. False: there is still no room."""
         while not self._pages.admit(new):
             giving_way = [
                 one
@@ -291,47 +295,57 @@ class Scheduler(Generic[S]):
             ]
             if not giving_way:
                 return False
-            self._preempt(max(giving_way, key=_leaves), rows_of)
+            self._preempt(max(giving_way, key=_leaving_order), rows_of)
         return True
 
     def _preempt_for_new_tenant(self, rows_of: dict[S, int]) -> S | None:
-        """There is no room. A sequence of a tenant of which none runs, to whom the tenant of which
-        most do gives way, as long as it has more than one. None: there is no such tenant."""
+        """Admit a sequence of a tenant of which none runs, by preempting the tenant of which most
+        do.
+
+        A tenant keeps at least one running sequence. None: there is no such newcomer, or no room
+        can be made for it.
+        """
         own: dict[str, list[S]] = {}
         for one in self._foreground():
             if not one.progress.held:
                 own.setdefault(one.progress.tenant, []).append(one)
-        poor = self.waiting.first_of(lambda one: one.progress.tenant not in own)
-        if poor is None:
+        newcomer = self.waiting.first_of(lambda one: one.progress.tenant not in own)
+        if newcomer is None:
             return None
-        while rich := max(own.values(), key=len, default=[]):
-            if len(rich) < 2:
+        while largest := max(own.values(), key=len, default=[]):
+            if len(largest) < 2:
                 return None
-            victim = max(self._may_leave(rich), key=_leaves, default=None)
+            victim = max(self._preemptible(largest), key=_leaving_order, default=None)
             if victim is None:
                 return None
-            rich.remove(victim)
+            largest.remove(victim)
             self._preempt(victim, rows_of)
-            if self._admit(poor, rows_of):
-                return poor
+            if self._admit(newcomer, rows_of):
+                return newcomer
         return None
 
     def _make_room(self, sequence: S, num_rows: int, rows_of: dict[S, int]) -> bool:
-        """Pages for the next rows of a running sequence; others may have to leave for it."""
+        """Get pages for the next rows of a running sequence; preempt others for it, or the sequence
+        itself. False: it was preempted."""
         progress = sequence.progress
         own = progress.computed - progress.elsewhere + num_rows
         missing = -(-own // self._page_tokens) - progress.num_pages
         while missing > 0 and not self._pages.grow(sequence, missing):
-            victim = max(self._may_leave(self.running), key=_leaves)  # perhaps this sequence
+            victim = max(
+                self._preemptible(self.running), key=_leaving_order
+            )  # perhaps this sequence
             self._preempt(victim, rows_of)
             if victim is sequence:
                 return False
         return True
 
-    def _may_leave(self, running: Sequence[S]) -> list[S]:
+    def _preemptible(self, running: Sequence[S]) -> list[S]:
+        """Those of `running` that may be preempted now: their own steps are not under way."""
         return [one for one in running if one not in self._apart]
 
     def _preempt(self, victim: S, rows_of: dict[S, int]) -> None:
+        """Take the pages of a running sequence away and let it wait again; a speculation is
+        parked."""
         rows_of.pop(victim, None)  # it may have had rows in the step that is being made
         self.running.remove(victim)
         self._pages.retire(victim)
@@ -344,21 +358,22 @@ class Scheduler(Generic[S]):
 
 
 def _can_give_way(sequence: Scheduled) -> bool:
-    """Nobody waits for it, and its rows may run twice (those of a fused prompt move others). What
-    has given way too often does not: it would never get on where requests come all the time."""
+    """Whether a sequence may stop between two layers: nobody waits for it, and its rows may run
+    twice (those of a fused prompt move others). One that gave way too often may not, or it would
+    never finish."""
     progress = sequence.progress
     can = (progress.held or progress.background) and progress.sparse is None
     return can and progress.given_up < MOST_GIVEN_UP
 
 
-def _turn(sequence: Scheduled) -> tuple[bool, bool, float]:
-    """Decodes first, then by arrival, speculations last."""
+def _turn_order(sequence: Scheduled) -> tuple[bool, bool, float]:
+    """Sort key of turns: decodes first, then by arrival, speculations last."""
     progress = sequence.progress
     return progress.needed > 1, progress.held, progress.arrival
 
 
-def _leaves(sequence: Scheduled) -> tuple[bool, bool, float]:
-    """Who gives its pages back first, the largest: one in the background, then a speculation, then
+def _leaving_order(sequence: Scheduled) -> tuple[bool, bool, float]:
+    """Sort key of preemption, the largest first: those in the background, then speculations, then
     the one that came last."""
     progress = sequence.progress
     return progress.background, progress.held, progress.arrival

@@ -53,7 +53,7 @@ class EngineSequence:
 
     @property
     def fused_part(self) -> FusedPart:
-        """How its prompt is fused, of a request that is."""
+        """How the prompt of a fused request is fused."""
         part = self.request.fused
         assert part is not None, "a fused request says how"
         return part
@@ -81,7 +81,7 @@ class EngineSequence:
         return 0 if lease is None else max(0, len(lease.nodes) - in_front)
 
     def rows(self, num_rows: int) -> Rows:
-        """Its next rows; the last one gives logits if nothing known is left behind it."""
+        """Return the next rows; the last one gives logits if nothing known is left behind it."""
         progress = self.progress
         if progress.sparse is not None:
             return self._sparse_rows(progress.sparse, num_rows)
@@ -90,7 +90,8 @@ class EngineSequence:
         return Rows(self.ids[start:end], range(start, end), self.kv, wanted)
 
     def _sparse_rows(self, sparse: SparseRows, num_rows: int) -> Rows:
-        """The same of a prepared prompt; tokens that it answered with before come behind it."""
+        """Return the next rows of a prepared prompt. Tokens that were answered before a preemption
+        come behind it."""
         assert self.prepared is not None, "what is sparse was prepared"
         positions, end = sparse.next(num_rows), sparse.done + num_rows
         is_last = num_rows == sparse.left and self.progress.known == self.prompt_len
@@ -101,18 +102,19 @@ class EngineSequence:
         return Rows([self.ids[p] for p in positions], positions, self.kv, wanted, mover, early_exit)
 
     def join(self, prepared: Prepared) -> None:
-        """Its fused prompt is stitched into its pages; the rows that are left run with others."""
+        """Take over a prompt that is stitched into its pages; the rows that are left run with
+        others."""
         self.prepared = prepared
         self.progress.join(SparseRows(prepared.rows, prepared.bonds))
 
     def finish_prompt(self) -> None:
-        """Its fused prompt is in its pages."""
+        """Note that the whole fused prompt is in its pages."""
         self.progress.computed = self.prompt_len
         self.progress.own_step = False
 
     @property
     def own_kv(self) -> PagedKV:
-        """Its own pages."""
+        """The sequence's own pages, without shared chunks."""
         return self.kv.own if isinstance(self.kv, SegmentedKV) else self.kv
 
     def release_chunks(self) -> None:
@@ -128,7 +130,8 @@ class EngineSequence:
             self.lease = None
 
     def choose(self, logits: Tensor, likeliest: int | None = None) -> Choice:
-        """The next token: drawn, or forced; `likeliest` is the answer of a plain greedy request."""
+        """Choose the next token: drawn, or forced; `likeliest` is the answer of a plain greedy
+        request."""
         request = self.request
         if self.answered < request.watched:
             self.ticket.distributions.append(logits.float().log_softmax(-1).cpu())  # [V]
@@ -139,7 +142,7 @@ class EngineSequence:
         return self.sampler.choose(logits, self.ids)
 
     def hold_back(self, logits: Tensor) -> None:
-        """A held prompt is computed: keep its logits [V] until it is released."""
+        """Keep the logits [V] of a held prompt until it is released."""
         self.logits = logits.clone()
         self.ticket.timeline.prefilled_s = time.perf_counter()
 

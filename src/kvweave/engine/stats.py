@@ -81,7 +81,7 @@ class EngineCounts:
         self._counts[name] += amount
 
     def count_prompt(self, sequence: EngineSequence) -> None:
-        """A prompt is through: count its tokens by where their KV came from."""
+        """Count the tokens of a computed prompt by where their KV came from."""
         record = sequence.ticket.record
         assert record is not None, "a prompt that is through has a record"
         for source, number in record.counts.items():
@@ -90,15 +90,15 @@ class EngineCounts:
             self.add("prefixes_shared")
 
     def count_right_guess(self, sequence: EngineSequence) -> None:
-        """A speculation was right: what it had computed by now need not be waited for."""
+        """Count a speculation that was right, and the rows that it saved."""
         saved = _num_computed(sequence, sequence.cached)
         sequence.ticket.timeline.saved_tokens = saved
         self.add("speculation_right")
         self.add("speculation_saved_tokens", saved)
 
     def count_wrong_guess(self, sequence: EngineSequence) -> None:
-        """A speculation was wrong. What entered the knowledge tree is not lost: later requests
-        find it there."""
+        """Count a speculation that was wrong, and the rows that it wasted. What entered the
+        knowledge tree is not lost: later requests find it there."""
         kept = sequence.cached
         if sequence.request.use_tree and sequence.lease is not None:
             kept = max(kept, sequence.lease.num_tokens)
@@ -108,4 +108,5 @@ class EngineCounts:
         self.add("speculation_wasted_tokens", wasted)
 
     def snapshot(self) -> dict[str, int]:
+        """Return all counts as they are now."""
         return dict(self._counts)

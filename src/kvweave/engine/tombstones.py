@@ -17,7 +17,7 @@ MOST = 100_000  # deletions remembered one by one, of each namespace
 
 
 class _Namespace:
-    """The deletions of one."""
+    """The deletions of one namespace."""
 
     def __init__(self) -> None:
         self.forgotten = 0  # requests older than this share nothing: some deletion is forgotten
@@ -33,7 +33,7 @@ class Tombstones:
         self._namespaces: defaultdict[str, _Namespace] = defaultdict(_Namespace)
 
     def add(self, chunk_ids: Collection[ChunkId], namespace: str = "") -> None:
-        """These are no more, from now on."""
+        """Note that these chunks were deleted now."""
         if not chunk_ids:
             return
         generation, own = self.generation + 1, self._namespaces[namespace]
@@ -45,13 +45,14 @@ class Tombstones:
         self.generation = generation  # last: a reader of it finds the names above
 
     def add_all(self, namespace: str = "") -> None:
-        """Any may be no more, from now on: it is not known which."""
+        """Note that any chunk of a namespace may have been deleted now."""
         own = self._namespaces[namespace]
         own.forgotten = self.generation + 1  # first: a reader meanwhile finds one or the other
         own.died.clear()
         self.generation += 1
 
     def is_gone(self, chunk_id: ChunkId, as_of: int, namespace: str = "") -> bool:
-        """Whether a chunk that was there `as_of` then was deleted since. Of long ago: perhaps."""
+        """Whether a chunk that was found `as_of` then was deleted since. After very many deletions
+        the answer is True to be safe."""
         own = self._namespaces.get(namespace)
         return own is not None and (as_of < own.forgotten or as_of < own.died.get(chunk_id, 0))

@@ -61,11 +61,12 @@ class WaitingQueue(Generic[S]):
         return [waiting.sequence for waiting in self._queue]
 
     def push(self, sequence: S) -> None:
-        """Behind all that came before it."""
+        """Put a sequence behind all that came before it."""
         insort_right(self._queue, _Waiting(sequence), key=lambda w: w.sequence.progress.arrival)
 
     def best(self) -> S | None:
-        """The one that should run next; None: none waits, or all for what others compute."""
+        """Return the sequence that should run next; None: none waits, or all wait for what others
+        compute."""
         real = [waiting for waiting in self._queue if not waiting.sequence.progress.held]
         if any(waiting.overtaken >= self._window for waiting in real):
             return real[0].sequence  # overtakes none: in this order all come to their turn
@@ -80,18 +81,19 @@ class WaitingQueue(Generic[S]):
         return self._best_of(held)
 
     def first_of(self, is_wanted: Callable[[S], bool]) -> S | None:
-        """The first one that is not held and is wanted."""
+        """Return the first sequence that is not held and is wanted."""
         wanted = (w.sequence for w in self._queue if not w.sequence.progress.held)
         return next((sequence for sequence in wanted if is_wanted(sequence)), None)
 
     def _best_of(self, group: "Sequence[_Waiting[S]]") -> S | None:
-        """The one that the cache serves best, of those that wait for nothing else."""
+        """Return the sequence that the cache serves best, of those that wait for nothing else."""
         ready = (waiting for waiting in group if not self._is_coming(waiting.sequence))
         candidates = list(islice(ready, self._window))
         return max(candidates, key=self._priority).sequence if candidates else None
 
     def remove(self, sequence: S, *, counts: bool = True) -> None:
-        """It runs now, ahead of those that came before it; without `counts` it just leaves."""
+        """Take a sequence out that runs now, ahead of those that came before it; without `counts`
+        it just leaves."""
         place = [waiting.sequence for waiting in self._queue].index(sequence)
         if counts and not sequence.progress.held:
             for waiting in self._queue[:place]:
@@ -103,10 +105,10 @@ class WaitingQueue(Generic[S]):
 
 
 def _tenants(queue: "Sequence[_Waiting[S]]") -> list[str]:
-    """Whose sequences wait, by whose turn it is."""
+    """Tenants whose sequences wait, by whose turn it is."""
     return list(dict.fromkeys(waiting.sequence.progress.tenant for waiting in queue))
 
 
 def order_priority(cached_tokens: int, compute_tokens: int) -> float:
-    """Cached ÷ to compute; larger first."""
+    """Return cached ÷ tokens to compute; larger goes first."""
     return cached_tokens / max(1, compute_tokens)

@@ -73,8 +73,8 @@ class WarmUp:
         """Whether all kernels of steps are compiled, or could not be."""
         return not self._left
 
-    def request_ended(self) -> None:
-        """There may be something new to make, a while from now."""
+    def note_request_ended(self) -> None:
+        """Note that a request has ended: there may be something new to make, a while from now."""
         self._from_s = time.monotonic() + REST_S
         self._at_rest = not (self._left or self._decoder.can_record)
 
@@ -117,7 +117,8 @@ class WarmUp:
         self._run(lambda _: [Rows([0] * num_rows, positions, kv, [num_rows - 1])])
 
     def _compile_shared(self, *, shifted: bool) -> None:
-        """A step of two sequences that decode over one chunk, of which each has a row replaced."""
+        """Compute a step of two sequences that decode over one chunk, of which each has a row
+        replaced."""
         pool, page = self._pool, self._pool.scratch_page
         size = pool.page_tokens
         replaced = torch.arange(size) == 0
@@ -136,8 +137,8 @@ class WarmUp:
 
     @torch.inference_mode()
     def _run(self, batch: Callable[[Decoder], list[Rows]]) -> None:
-        """By a decoder of its own: nobody has asked for this, and who made the engine may still be
-        using the other."""
+        """Compute a batch with a decoder of its own: nobody has asked for this, and who made the
+        engine may still be using the other."""
         decoder = Decoder(self._decoder.spec, self._decoder.weights)
         for dtype in TABLES:
             on_device(torch.zeros(1, dtype=dtype), decoder.device)

@@ -64,20 +64,27 @@ class Worker:
     # ---- any thread
 
     def pulse(self) -> Pulse:
+        """Return how long the step at hand has taken, and how many requests failed in a row."""
         from_s = self._step_from_s
         step_s = 0.0 if from_s is None else time.monotonic() - from_s
         return Pulse(step_s, self._lifecycle.failed_in_row)
 
     def beat(self) -> None:
-        """The step at hand gets on. On the engine thread, after a layer of whatever is computed: a
-        whole prompt may be one step. Raises StepGivenUp if it is to get on no further."""
+        """Note that the step at hand gets on: its time counts from now.
+
+        The engine thread calls this after every layer, because a whole prompt may be one step.
+        Raises StepGivenUp if the step should stop here.
+        """
         if self._step_from_s is not None:
             self._step_from_s = time.monotonic()
         self._common_steps.reach_layer()
 
     def abandon(self, error: BaseException) -> None:
-        """The thread is not to be hoped for: everybody who waits for it hears `error`, and it takes
-        nothing more. What it holds is lost; the thread itself cannot be ended."""
+        """Give up on a thread that hangs: end everybody who waits for it with `error`, and accept
+        nothing more.
+
+        What the thread holds is lost; the thread itself cannot be ended.
+        """
         with self._inbox.changed:
             self._is_abandoned = True
             self._inbox.close()
@@ -90,10 +97,11 @@ class Worker:
 
     @property
     def is_abandoned(self) -> bool:
+        """Whether `abandon` was called."""
         return self._is_abandoned
 
     def post(self, news: News) -> None:
-        """As Inbox.post; the thread starts if it does not run. Raises EngineClosed.
+        """Post news to the inbox, and start the thread if it does not run. Raises EngineClosed.
 
         The engine's own helpers post to the inbox directly: the thread does not end before it has
         heard of what is under way.
@@ -138,17 +146,17 @@ class Worker:
             thread.join()
 
     def _start(self) -> None:
-        """The inbox's condition is held."""
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        """Start the thread. The caller holds the inbox's condition."""
+        self._thread = threading.Thread(target=self._run_thread, name="engine", daemon=True)
         self._thread.start()
 
     # ---- the thread
 
-    def _step(self) -> bool:
-        """One round. False: there is nothing to do."""
+    def _take_step(self) -> bool:
+        """Take in the news, then take one step. False: there is nothing to do."""
         own_steps = self._own_steps
         own_steps.finish_step()  # an own step that failed has left it
-        self._hear()
+        self._take_in_news()
         if not self._scheduler.has_own_step:
             own_steps.finish_prompt()
         slices = self._scheduler.next_step()  # ints and lists only
@@ -162,8 +170,8 @@ class Worker:
             own_steps.count_common_step()
         return True
 
-    def _hear(self) -> None:
-        """Take in all that was posted before."""
+    def _take_in_news(self) -> None:
+        """Act on all news that was posted before this call."""
         for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
             news = self._inbox.take()
             if is_job(news):
@@ -171,9 +179,12 @@ class Worker:
             self._lifecycle.hear(news)
             self.beat()
 
-    def _work(self) -> None:
-        """The life of the thread. What ends it against all expectation ends the requests that it
-        had, and the next work has another thread."""
+    def _run_thread(self) -> None:
+        """Run the engine thread from start to end.
+
+        If an unexpected error ends it, its requests end with that error and the next work starts
+        another thread.
+        """
         try:
             self._take_steps()
         except BaseException as error:
@@ -186,12 +197,13 @@ class Worker:
                     self._start()
 
     def _take_steps(self) -> None:
-        """Steps while there is work, then waits for some, then ends."""
+        """Take steps while there is work, then wait for more, and return after an idle time or when
+        the engine is closed."""
         device, inbox = self._device, self._inbox
         if device.index is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # kernels go to the thread's own device
         while True:
-            busy = self._guarded_step()
+            busy = self._take_guarded_step()
             with inbox.changed:
                 if not busy and not inbox and not inbox.is_closed:
                     due_s = self._lifecycle.due_s
@@ -203,11 +215,12 @@ class Worker:
         if ending:
             self._end_all(EngineClosed("the engine was closed before the answer was finished"))
 
-    def _guarded_step(self) -> bool:
-        """A step whose own failure, which would be a bug, ends all requests and not the thread."""
+    def _take_guarded_step(self) -> bool:
+        """Take a step. If the step itself fails, which would be a bug, all requests end and the
+        thread goes on."""
         self._step_from_s = time.monotonic()
         try:
-            return self._step()
+            return self._take_step()
         except Exception as error:
             log.exception("a step failed, which is a bug")
             self._end_all(error)
@@ -216,7 +229,7 @@ class Worker:
             self._step_from_s = None
 
     def _end_all(self, error: BaseException) -> None:
-        """Every request ends with `error`; jobs that were asked for still run."""
+        """End every request with `error`. Jobs that were posted still run."""
         self._own_steps.forget()
         news = [self._inbox.take() for _ in range(len(self._inbox))]
         for each in news:
@@ -231,9 +244,11 @@ class Worker:
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:
+    """Give a waiting thread `error`, unless its job has a result already."""
     with suppress(InvalidStateError):  # it has its result, or was failed before
         future.set_exception(error)
 
 
 def _death_error(error: BaseException) -> RuntimeError:
+    """Return the error for requests whose thread died of something that is no Exception."""
     return RuntimeError(f"the engine thread died: {type(error).__name__} {error}".rstrip())

@@ -29,18 +29,19 @@ class Urgency(IntEnum):
 
 
 def urgency(ticket: Ticket) -> Urgency:
-    """Any thread; a guess that turns out right is awaited from then on."""
+    """Return why a request is computed now. A guess that turns out right is awaited from then on.
+    Any thread."""
     if ticket.request.background:
         return Urgency.IDLE_TIME
     return Urgency.GUESSED if ticket.is_held else Urgency.AWAITED
 
 
 class StepGivenUp(Exception):
-    """Nothing came of a step, and nothing has changed."""
+    """A step was stopped: nothing came of it, and nothing has changed."""
 
 
 class YieldingStep:
-    """One such step. For the engine thread."""
+    """One step that may stop between two layers. For the engine thread."""
 
     def __init__(self, device: torch.device, is_wanted: Callable[[], bool]) -> None:
         """`is_wanted` is asked at every layer."""
@@ -49,7 +50,7 @@ class YieldingStep:
         self._ordered: deque[torch.cuda.Event] = deque()
 
     def reach_layer(self) -> None:
-        """Raises StepGivenUp if it is not to go on."""
+        """Note that a layer was ordered. Raises StepGivenUp if the step should stop here."""
         if self._on_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()

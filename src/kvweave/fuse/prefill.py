@@ -80,7 +80,7 @@ class OrderedPrefill(NamedTuple):
         """Wait for it."""
         made = self.ordered.finish()
         record = self.record_of(made)
-        self.room.pass_finished(_load_s(record), self.rounded)
+        self.room.note_pass_finished(_load_s(record), self.rounded)
         return Prefilled(made.logits, made.first, record)
 
 
@@ -186,7 +186,7 @@ class StoredPrompt:
 
         def attempt(request: FuseRequest, tell: Tell) -> OrderedFusion:
             def pass_ordered(recomputed: Sequence[int]) -> None:
-                room.pass_ordered()
+                room.note_pass_ordered()
                 tell(recomputed)
 
             with self._stitch(decoder, frame, room, request) as stitched:
@@ -209,7 +209,7 @@ class StoredPrompt:
         def attempt(request: FuseRequest, _: Tell) -> Prepared:
             with self._stitch(decoder, frame, room, request) as stitched:
                 prepared = prepare(stitched, self._strategy, ratio)
-            room.pass_ordered()
+            room.note_pass_ordered()
             return prepared
 
         made, record_of = self._weave(frame, ratio, attempt)

@@ -57,8 +57,8 @@ class PromptLayers(Protocol):
     def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
         """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost.
 
-        `change` may write to what is laid before its keys are turned, as `unturned_kv` has it. Returns
-        whether it was called: only where that memory is the prompt's own.
+        `change` may write to what is laid before its keys are turned, as `unturned_kv` has it.
+        Returns whether it was called: only where that memory is the prompt's own.
         """
         ...
 
@@ -112,11 +112,11 @@ class PromptRoom(Protocol):
         `transfer` brings what is not there yet, in the order that a selector `needs`."""
         ...
 
-    def pass_ordered(self) -> None:
+    def note_pass_ordered(self) -> None:
         """All that the pass writes is ordered: rows that come behind it may look at the prompt."""
         ...
 
-    def pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+    def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
         """The pass is through. Bringing its chunks took `load_s`; a codec had `rounded` some."""
         ...
 

@@ -31,8 +31,8 @@ class OwnRoom:
         with open_source(decoder, request.placed, transfer, needs) as source:
             yield OwnLayers(decoder, request, front, source, self._kv)
 
-    def pass_ordered(self) -> None:
+    def note_pass_ordered(self) -> None:
         """Its rows look at its own buffer anyway."""
 
-    def pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+    def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
         """Nothing was brought for others."""
