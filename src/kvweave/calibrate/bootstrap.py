@@ -40,7 +40,7 @@ class Bootstrap:
         return _interval(float(values.mean()), self._weights @ values)
 
     def recovered_share(self, values: Values, worst: Values) -> Interval | None:
-        """1 - mean / mean of `worst`; None where there is next to nothing to recover."""
+        """Return 1 - mean / mean of `worst`; None where there is next to nothing to recover."""
         if worst.mean() <= 0.0:
             return None
         below = np.maximum(self._weights @ worst, np.finfo(np.float64).tiny)

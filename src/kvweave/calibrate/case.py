@@ -56,8 +56,8 @@ class Case:
         )
 
     def with_another_order(self) -> "Case":
-        """The same with its chunks in another order: drawn, the same in every process, and never
-        the order they have, unless there is one chunk."""
+        """Return the case with its chunks in another order: drawn, equal in every process, and
+        never the order they have, unless there is one chunk."""
         order = list(range(len(self.chunks)))
         rng = random.Random(repr(self.chunks[0][:8]))  # noqa: S311 a sample, no secret
         while len(order) > 1 and order == sorted(order):
@@ -66,7 +66,7 @@ class Case:
 
 
 def hash_cases(cases: Iterable[Case]) -> str:
-    """Names the data that was measured on: every token and every known answer."""
+    """Return a name of the data that was measured on: every token and every known answer."""
     digest = hashlib.blake2b(digest_size=16)
     for case in cases:
         parts: Sequence[object] = (

@@ -59,6 +59,7 @@ class ContextPrefixes:
         self._known: dict[tuple[int, ...], Prefix] = {}
 
     def prefix_for(self, token_ids: Sequence[int]) -> Prefix:
+        """Return the KV of these tokens, computed on first use."""
         ids = tuple(token_ids)
         if ids not in self._known:
             self._known[ids] = encode_prefix(self._decoder, ids)
@@ -66,7 +67,7 @@ class ContextPrefixes:
 
 
 class FixedContext:
-    """The same text in front of every chunk but the first: nothing (isolated), or filler.
+    """One fixed text in front of every chunk but the first: nothing (isolated), or filler.
 
     The first chunk stands right behind the preamble and is encoded there, unless there is a
     history between them.
@@ -114,11 +115,11 @@ class FixedContext:
 
 
 class NeighbourContext:
-    """Behind every chunk's own neighbours; the first chunk, and one that has none, isolated.
+    """Chunk KV behind every chunk's own neighbours; the first chunk, and one that has none,
+    isolated.
 
     The first stands right behind the preamble, where its isolated KV is exact; behind a history it
-    is like the others. Nothing of a case is
-    kept for the next but the KV of preamble and filler.
+    is like the others.
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class NeighbourContext:
     def _brought(
         self, front: Prefix, behind: Sequence[Sequence[TokenIds]]
     ) -> dict[TokenIds, list[LayerKV]]:
-        """KV of every neighbour right behind the filler: a chunk's never depends on chunks that it
-        does not name. Each once, as the chunks of a prompt resemble each other and share them."""
+        """Return the KV of every neighbour right behind the filler: a chunk's never depends on
+        chunks that it does not name. Each is computed once, as the chunks of a prompt resemble each
+        other and share them."""
         unique = list(dict.fromkeys(ids for others in behind for ids in others))
         made: list[list[LayerKV]] = []
         for run in passes([len(ids) for ids in unique]):

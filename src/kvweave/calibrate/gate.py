@@ -85,7 +85,7 @@ class Table:
 
     @property
     def num_chunks(self) -> int:
-        """What its prompts had at least, on average."""
+        """Chunks that its prompts had at least, on average."""
         return int(self.mean_chunks)
 
     @property
@@ -112,15 +112,19 @@ class Table:
 
 
 def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Those that have a say: the user's own alone where they asked enough, else all of them."""
+    """Return the tables that have a say: the user's own alone where they asked enough, else all of
+    them."""
     enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
     return tuple(enough or tables)
 
 
 def of_size(tables: Iterable[Table], num_chunks: int, num_tokens: int = 0) -> tuple[Table, ...]:
-    """Those that speak for prompts of so many chunks and tokens: of each kind the smallest that
-    covers them, or else the largest, and all that are smaller still. More chunks mostly cost more,
-    but few questions do not prove it: what failed with fewer has its say with more."""
+    """Return the tables that speak for prompts of so many chunks and tokens.
+
+    Of each kind these are the smallest that covers them, or else the largest, and all that are
+    smaller still. More chunks mostly cost more, but few questions do not prove it: what failed with
+    fewer has its say with more.
+    """
     by_kind: dict[str, list[Table]] = {}
     for table in sorted(tables, key=lambda table: table.mean_chunks):
         by_kind.setdefault(table.kind, []).append(table)
@@ -134,7 +138,7 @@ def of_size(tables: Iterable[Table], num_chunks: int, num_tokens: int = 0) -> tu
 
 
 def worst_cells(tables: Iterable[Table]) -> list[Cell]:
-    """Per strategy and ratio that every table has, what is worst in any of them."""
+    """Return per strategy and ratio that every table has the worst figures of any of them."""
     every = list(tables)
     if len(every) == 1:
         return list(every[0].widened())

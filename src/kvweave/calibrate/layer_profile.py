@@ -51,7 +51,7 @@ class LayerProfile:
     critical: tuple[int, ...]  # the beginning of `order` that is worth it
 
     def __post_init__(self) -> None:
-        """A profile is a file that people edit. Raises ValueError."""
+        """Check the fields, because a profile is a file that people edit. Raises ValueError."""
         for name in ("order", "critical"):
             for layer in getattr(self, name):
                 if layer < 0:
@@ -98,7 +98,7 @@ def recall_at(scores: Tensor, gold: Tensor, budget: float = BUDGET) -> float:
 
 
 def worth_taking(curve: tuple[float, ...]) -> int:
-    """How many layers: one more must add at least WORTH."""
+    """Return how many layers to take: one more must add at least WORTH."""
     for k, (now, more) in enumerate(pairwise(curve), start=1):
         if more - now < WORTH:
             return k
@@ -106,7 +106,7 @@ def worth_taking(curve: tuple[float, ...]) -> int:
 
 
 def _attention(view: View, num_layers: int) -> QueryAttention:
-    """What qcfuse scores with, at all layers."""
+    """Return the selector that qcfuse scores with, at all layers."""
     return QueryAttention(
         view=view,
         layers=tuple(range(num_layers)),
@@ -119,7 +119,7 @@ def _attention(view: View, num_layers: int) -> QueryAttention:
 def _scene(
     decoder: FusionDecoder, prefixes: ContextPrefixes, encoding: FixedContext, case: Case
 ) -> Scene:
-    """All chunks as hits, the first one too: the answer may stand in it."""
+    """Return a scene with all chunks as hits, the first one too: the answer may stand in it."""
     request = case.request(case.keys, first_is_exact=False)
     source = encoding.prepare(case, [KVZIP])
     kv = Trials(decoder, 1, case.num_tokens, 0).kv(0)

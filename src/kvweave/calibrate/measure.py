@@ -46,7 +46,7 @@ class Setting(NamedTuple):
 
 
 class GoldScores(NamedTuple):
-    """Against a known answer."""
+    """Scores against a known answer."""
 
     nll: float  # nats per token
     f1: float
@@ -54,7 +54,7 @@ class GoldScores(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One setting on one question."""
+    """What came of one setting on one question."""
 
     judged: TrialScore
     nll_gap: float  # to full prefill, on its own greedy answer
@@ -63,7 +63,8 @@ class Outcome(NamedTuple):
 
 
 class CaseOutcomes(NamedTuple):
-    """One question: full prefill's own scores, and every encoding's outcomes and noise."""
+    """What came of one question: full prefill's own scores, and every encoding's outcomes and
+    noise."""
 
     num_tokens: int
     num_chunks: int
@@ -224,7 +225,8 @@ def _dtype_of(decoder: FusionDecoder) -> torch.dtype:
 def _check_precision(
     answered: Sequence[CaseOutcomes], num_cases: int, dtype: torch.dtype, bound: float
 ) -> None:
-    """Float32 is held to its own limit, question by question, which no sane bound comes near."""
+    """Raise ConfigError if rounding uses up too much of `bound`. Float32 is held to its own limit,
+    question by question, which no sane bound comes near."""
     if dtype == torch.float32:
         return
     for encoding in answered[0].noise:
@@ -244,5 +246,5 @@ def _batches(settings: Sequence[Setting], size: int) -> Iterator[Sequence[Settin
 
 
 def noise_of(answered: Collection[CaseOutcomes], encoding: str) -> float:
-    """The highest noise of any question."""
+    """Return the highest noise of any question."""
     return max(each.noise[encoding] for each in answered)

@@ -73,15 +73,15 @@ class Profile:
         return (*here, *elsewhere.values())
 
     def with_tables(self, *tables: Table) -> "Profile":
-        """The same with these tables; one of the same decoder, context, preamble and subject
-        goes."""
+        """Return the profile with these tables added; each replaces one of equal decoder, context,
+        preamble and subject."""
         fresh = set(map(_table_identity, tables))
         kept = [table for table in self.calibration if _table_identity(table) not in fresh]
         return replace(self, calibration=(*kept, *tables))
 
     def beside(self, packaged: "Profile | None") -> "Profile":
-        """A user's profile with what comes with the model: its tables of all kinds as they are
-        packaged now, and its layers where the user never looked for any."""
+        """Return a user's profile with what comes with the model: its tables of all kinds as they
+        are packaged now, and its layers where the user never looked for any."""
         if packaged is None:
             return self
         own = tuple(table for table in self.calibration if table.kind == OWN)
@@ -90,6 +90,7 @@ class Profile:
 
 
 def _table_identity(table: Table) -> tuple[str, str, str, tuple[str, int]]:
+    """Return what a table measured: two tables of equal identity replace each other."""
     return table.revision, table.context, table.preamble, table.subject
 
 
@@ -251,7 +252,8 @@ def _is_number(value: Any, expected: str) -> bool:
 
 
 def _round_numbers(profile: Profile) -> Profile:
-    """Six significant digits: more is noise, and the file is read by people too."""
+    """Round all numbers to six significant digits: more is noise, and the file is read by people
+    too."""
     layers = None if profile.layers is None else _round(profile.layers)
     tables = tuple(
         _round(replace(table, cells=tuple(_round(cell) for cell in table.cells)))

@@ -51,7 +51,8 @@ class Subject:
         return make_case(self.tokenizer, record)
 
     def fitting(self, cases: Iterable[Case], say: Say) -> list[Case]:
-        """Those that the model's context holds; `say` hears of the rest. Raises CorpusError."""
+        """Return the cases that the model's context holds; `say` hears of the rest. Raises
+        CorpusError."""
         every = list(cases)
         most = self.decoder.spec.max_context - MAX_ANSWER_TOKENS
         fit = [case for case in every if case.num_tokens <= most]

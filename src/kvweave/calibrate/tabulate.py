@@ -91,7 +91,8 @@ def tabulate(
 
 
 def _close_call(column: Sequence[Outcome]) -> float:
-    """The least lead that keeps flips within their bound; the least of all where none does."""
+    """Return the least lead that keeps flips within their bound; the least of all where none
+    does."""
 
     def flips(lead: float) -> float:
         judged = [outcome.judged for outcome in column]
@@ -101,7 +102,7 @@ def _close_call(column: Sequence[Outcome]) -> float:
 
 
 def _served_outcome(outcome: Outcome, full: GoldScores | None, close_call: float) -> Outcome:
-    """What the user gets: a close call is computed once more, exactly."""
+    """Return the outcome that the user gets: a close call is computed once more, exactly."""
     judged = outcome.judged
     if judged.margin >= close_call:
         return outcome

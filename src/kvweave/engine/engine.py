@@ -148,8 +148,8 @@ class Engine:
     def forget(
         self, chunk_ids: Collection[ChunkId] | None, namespaces: Collection[str] = ("",)
     ) -> int:
-        """Chunks were deleted: no request of these namespaces finds their exact KV from now on, and
-        none that found them before brings it back. None: any may have been. Returns nodes that
+        """Let no request of these namespaces find the exact KV of deleted chunks, nor bring it
+        back if it found them before. None: any chunk may have been deleted. Returns nodes that
         went."""
         prefixes = self._prefixes
 

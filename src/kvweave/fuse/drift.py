@@ -51,7 +51,8 @@ class Mover(Protocol):
         ...
 
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """The same to a layer on its way there, keys before they are turned."""
+        """Change one layer of chunk KV on its way to the buffer, keys before they are turned.
+        `positions` and `fresh` are those of `move`."""
         ...
 
     @property
@@ -95,7 +96,8 @@ class _DriftTables:
 
     @cached_property
     def stored(self) -> tuple[list[tuple[int, int]], Tensor]:
-        """As `_among_placed` says."""
+        """Places of the moved chunks and the chosen rows among all placed tokens: see
+        `_among_placed`."""
         return self._among_placed()
 
 
@@ -124,9 +126,12 @@ class Drift:
         self._moves = True  # as far as is known
 
     def _tables_for(self, positions: Tensor) -> _DriftTables | None:
-        """None: no chunk moves. Made when layer 1 is reached: a device is busy with layer 0 then,
-        and would have waited for them before it. Chosen rows run from the start: running rows are
-        always the same."""
+        """Return the tables of the running rows; None: no chunk moves.
+
+        They are made when layer 1 is reached: a device is busy with layer 0 then, and would have
+        waited for them before it. Chosen rows run from the start, so running rows are always the
+        same.
+        """
         if self._tables is None and self._moves:
             moved = _find_moved_chunks(self._request, self._chosen)
             self._moves = bool(moved.spans)
@@ -165,7 +170,8 @@ class Drift:
         return [Shift(self._spans, layers, by)]
 
     def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """As `move`, for chunk KV on its way, on a CPU: stored [N, Hk, D], keys not turned yet."""
+        """Move chunk KV on its way to the buffer, on a CPU: stored [N, Hk, D], keys not turned yet.
+        The other arguments are those of `move`."""
         tables = self._tables_for(positions) if layer else None
         if tables is None:
             return
@@ -217,7 +223,8 @@ def make_mover(
     *,
     keeps: bool = False,
 ) -> Mover:
-    """Drift by all `chosen` rows and, behind the layer in which most of them leave, by the rest."""
+    """Return a drift by all `chosen` rows and, behind the layer in which most of them leave, by the
+    rest."""
     mover = Drift(decoder, request, chosen, strength, ahead, keeps)
     if leaving is None:
         return mover
@@ -238,7 +245,8 @@ def _among_placed(
 
 
 def _find_moved_chunks(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
-    """Chunks that follow: reused, with chosen rows. An exact one stays whatever was recomputed."""
+    """Find the chunks that follow: reused ones with chosen rows. An exact chunk stays whatever was
+    recomputed."""
     reused = [span for span in request.spans if span.state is State.REUSED]
     at = chosen.numpy()  # a device waits for this, and numpy is faster with so little
     edges = np.array([(span.start, span.end) for span in reused], np.int64).reshape(-1, 2)
@@ -255,7 +263,8 @@ def _find_moved_chunks(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
 def all_at_once(
     decoder: FusionDecoder, spans: list[ChunkSpan], ahead: PassTables | None = None
 ) -> _Move:
-    """For a device where many small steps cost more than the work: every row knows its chunk."""
+    """Make a mover for a device where many small steps cost more than the work: every row knows its
+    chunk."""
     known = None if ahead is None else ahead.reused
     if known is not None and known.spans == spans:  # as a rule, every chunk has chosen rows
         _, chunk, row, turn = known
@@ -268,7 +277,8 @@ def all_at_once(
 def run_by_run(
     decoder: FusionDecoder, spans: list[ChunkSpan], _: PassTables | None = None
 ) -> _Move:
-    """For a CPU: rows of a chunk lie side by side, and nothing is gathered or scattered."""
+    """Make a mover for a CPU: rows of a chunk lie side by side, and nothing is gathered or
+    scattered."""
     head_dim = decoder.spec.head_dim
     chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]
     runs = ChunkRuns.of(chunks, head_dim)

@@ -73,8 +73,10 @@ def order_fusion(
     told: Callable[[tuple[int, ...]], None] | None = None,
     meanwhile: Meanwhile | None = None,
 ) -> "OrderedFusion":
-    """As `fuse`, up to where the host would wait for the pass. The device may be given other work
-    before that is finished."""
+    """Order a fusion with the arguments of `fuse`, up to where the host would wait for the pass.
+
+    The device may be given other work before the fusion is finished.
+    """
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()
     scoring = None if meanwhile is None else meanwhile.scoring
@@ -119,7 +121,7 @@ def order_fusion(
 
 
 class Moments(NamedTuple):
-    """Of one fusion, by time.perf_counter."""
+    """Times of one fusion, by time.perf_counter."""
 
     started_s: float
     chosen_s: float
@@ -141,7 +143,7 @@ class OrderedFusion:
 
     @property
     def is_through(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has finished the pass."""
         return self.best is None or self.best.is_there
 
     def finish(self) -> Fused:
@@ -203,7 +205,8 @@ def select_rows(
     ratio: float,
     scoring: Callable[[], None] | None = None,
 ) -> SelectedRows:
-    """Choose the rows to compute; may probe, and lay the layers that needs. As `fuse`."""
+    """Choose the rows to compute, with the arguments of `fuse`. May probe, and lay the layers that
+    needs."""
     check_ratio(ratio)
     request, selector, taper = stitched.request, strategy.selector, strategy.taper
     hits = positions_of(request.runs(State.REUSED))
@@ -229,7 +232,7 @@ def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
 
 
 def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
-    """Some hits and what is always computed, ascending as both are."""
+    """Join some hits with what is always computed, ascending as both are."""
     rows = np.concatenate([hits.numpy(), must_compute.numpy()])
     if len(hits) and rows[len(hits)] < rows[len(hits) - 1]:  # missing chunks between them
         rows.sort()
@@ -267,7 +270,7 @@ def work_of(
 def _recomputed_hits(
     passed: PassResult, request: FuseRequest, selected: SelectedRows
 ) -> tuple[int, ...]:
-    """Hits that were recomputed: of those that were narrowed in flight, the ones left."""
+    """Return the hits that were recomputed: where the pass narrowed them down, the ones left."""
     if selected.in_flight is None:
         return tuple(selected.chosen.tolist())
     is_hit = torch.zeros(len(request.prompt_ids), dtype=torch.bool)

@@ -148,7 +148,7 @@ class _RunningRows(NamedTuple):
     angles: Angles
 
     def only(self, keep: Tensor, at: Tensor) -> "_RunningRows":
-        """Rows `keep`; `at` are the same on the device."""
+        """Return the rows `keep` alone; `at` are the same indices on the device."""
         angles = Angles(self.angles.cos[at], self.angles.sin[at])
         return _RunningRows(self.positions[keep], self.on_device[at], angles)
 

@@ -30,11 +30,12 @@ class LayerSteps(Protocol):
         ...
 
     def first(self) -> Projected:
-        """Of layer 0. Valid until the next step, as all projections here."""
+        """Return the projections of layer 0. All projections here are valid until the next step."""
         ...
 
     def next(self, layer: int, attended: Tensor) -> Projected:
-        """Finish `layer` with its attention output [R, Hq, D]: projections of the one above."""
+        """Finish `layer` with its attention output [R, Hq, D] and return the projections of the one
+        above."""
         ...
 
 

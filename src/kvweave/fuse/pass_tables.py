@@ -54,6 +54,6 @@ class PassTables:
             self.reused = ChunkRows(reused, chunk, row, self.angles_at(row))
 
     def angles_at(self, positions: Tensor) -> Angles:
-        """Of some positions [R] on the device, as `decoder.angles`."""
+        """Return the angles of some positions [R] on the device, as `decoder.angles` does."""
         cos, sin = (x.index_select(0, positions) for x in self.angles)
         return Angles(cos, sin)

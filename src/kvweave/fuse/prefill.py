@@ -77,7 +77,7 @@ class OrderedPrefill(NamedTuple):
         return self.ordered.is_through
 
     def finish(self) -> Prefilled:
-        """Wait for it."""
+        """Wait for the pass and return the prefilled prompt."""
         made = self.ordered.finish()
         record = self.record_of(made)
         self.room.note_pass_finished(_load_s(record), self.rounded)
@@ -137,8 +137,8 @@ class StoredPrompt:
         self._waited_s = time.perf_counter() - started_s  # for bytes, outside the pass
 
     def note_resident(self, resident: Collection[ChunkKey], rounded: Collection[ChunkKey]) -> None:
-        """These chunks lie in shared pages by now, whatever the store has of them; those that are
-        `rounded` came from a codec that loses bits."""
+        """Note that these chunks lie in shared pages by now, whatever the store has of them; those
+        that are `rounded` came from a codec that loses bits."""
         self.resident |= frozenset(resident).intersection(self._wanted)
         self.resident_rounded = frozenset(rounded)
 
@@ -239,8 +239,8 @@ class StoredPrompt:
         ratio: float,
         attempt: Attempt[M],
     ) -> tuple[M, Callable[[Fused | Prepared], FuseRecord]]:
-        """Attempt, again without what was lost on the way until nothing was. With what makes the
-        record once the pass is finished."""
+        """Attempt the pass, again without the chunks that were lost on the way until none was.
+        Returns the result and what makes the record once the pass is finished."""
         started_s = time.perf_counter()
         lease, transfer = self._lease, self._transfer
         named = self._named[frame.num_exact :]
@@ -319,13 +319,15 @@ class StoredPrompt:
         )
 
     def rounded_keys(self) -> set[ChunkKey]:
-        """Chunks that the store gives back other than they were computed. Blocks for headers."""
+        """Return chunks that the store gives back other than they were computed. Blocks for
+        headers."""
         headers = self._transfer.headers().items()
         loaded = {key for key, of in headers if not is_lossless(of.codec, of.shape.dtype)}
         return loaded | self.resident_rounded
 
     def _loaded_bytes(self, request: FuseRequest) -> dict[str, int]:
-        """Bytes by tier. What lies on the device already did not travel."""
+        """Return the bytes that travelled, by tier. What lay on the device already did not
+        travel."""
         sizes = self._transfer.sizes()
         loaded: Counter[str] = Counter()
         for key in {span.key for span in request.placed} - self.resident:
@@ -346,8 +348,8 @@ def can_share(strategy: Strategy, num_layers: int) -> bool:
 
 
 def _load_s(record: FuseRecord) -> float:
-    """What bringing the chunks of a prompt cost: what it waited for them, and at least what their
-    bytes take over the link."""
+    """Return what bringing the chunks of a prompt cost: the time it waited for them, and at least
+    what their bytes take over the link."""
     travelled = sum(record.loaded_bytes.values()) / LINK_BYTES_PER_S
     return max(record.stages.load / 1e3, travelled)
 

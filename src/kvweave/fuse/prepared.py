@@ -49,10 +49,8 @@ class Prepared:
     _mover: "tuple[int, int, SliceMover | None] | None" = field(default=None, repr=False)
 
     def mover(self, start: int, end: int) -> "SliceMover | None":
-        """What moves the rest of their chunks when rows [start, end) are computed; None: nothing.
-
-        The same one if the same slice runs again: it knows what it has moved.
-        """
+        """Return what moves the rest of their chunks when rows [start, end) are computed; None:
+        nothing. A slice that runs again gets the same mover, which knows what it has moved."""
         if self._mover is None or self._mover[:2] != (start, end):
             self._mover = (start, end, self._make_mover(start, end))
         return self._mover[2]
@@ -128,20 +126,21 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
 
 
 def _bonds(request: FuseRequest, rows: list[int]) -> list[tuple[int, int]]:
-    """The rows of each reused chunk that has some."""
+    """Return the rows of each reused chunk that has some."""
     reused = [span for span in request.spans if span.state is State.REUSED]
     bounds = [(bisect_left(rows, span.start), bisect_left(rows, span.end)) for span in reused]
     return [(start, end) for start, end in bounds if end > start]
 
 
 def _between(positions: Tensor, first: int, last: int) -> Tensor:
-    """Those of `positions` (ascending) from `first` to `last`, on the host."""
+    """Return those of `positions` (ascending) from `first` to `last`, on the host."""
     start, end = np.searchsorted(positions.numpy(), (first, last + 1)).tolist()
     return positions[start:end]
 
 
 def _tensor(positions: Sequence[int]) -> Tensor:
-    """Thousands of positions as int64 on the host: torch by itself takes several times as long."""
+    """Turn thousands of positions to int64 on the host: torch by itself takes several times as
+    long."""
     return torch.from_numpy(np.array(positions, np.int64))
 
 

@@ -72,20 +72,21 @@ class PromptLayers(Protocol):
         ...
 
     def begin_rows(self, rows: Tensor) -> Tensor:
-        """The pass begins: it computes the rows at these positions [R], on the host. They are
-        given back on the device."""
+        """Begin the pass over the rows at these positions [R], on the host. Returns them on the
+        device."""
         ...
 
     def keep(self, layer: int) -> None:
-        """The pass has written all it computes of a layer. Its memory may be another's next."""
+        """Note that the pass has written all it computes of a layer. Its memory may be another's
+        next."""
         ...
 
     def keep_shifts(self, shifts: Sequence[Shift]) -> None:
-        """The pass has moved chunks for itself; rows behind it are to see them so."""
+        """Keep what the pass moved chunks by, so that rows behind it see them moved."""
         ...
 
     def unturned_kv(self, layer: int) -> LayerKV:
-        """Chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
+        """Return chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
         ...
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
@@ -108,16 +109,21 @@ class PromptRoom(Protocol):
         transfer: LayerTransfer,
         needs: Needs,
     ) -> AbstractContextManager[PromptLayers]:
-        """The layers of one attempt at the prompt. `front` is the exact KV before its chunks;
-        `transfer` brings what is not there yet, in the order that a selector `needs`."""
+        """Open the layers of one attempt at the prompt.
+
+        `front` is the exact KV before its chunks; `transfer` brings what is not there yet, in the
+        order that a selector `needs`.
+        """
         ...
 
     def note_pass_ordered(self) -> None:
-        """All that the pass writes is ordered: rows that come behind it may look at the prompt."""
+        """Note that all writes of the pass are ordered: rows that come behind it may look at the
+        prompt."""
         ...
 
     def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
-        """The pass is through. Bringing its chunks took `load_s`; a codec had `rounded` some."""
+        """Note that the pass is through. Bringing its chunks took `load_s`; a codec had `rounded`
+        some."""
         ...
 
 
@@ -176,7 +182,8 @@ class OwnLayers:
         return changes
 
     def lay_front(self) -> None:
-        """On a GPU two orders for all layers instead of two for each."""
+        """Lay the exact front of all layers. On a GPU that takes two orders instead of two for each
+        layer."""
         stored = self._front.layers
         if not stored or self._is_front_laid:
             return
@@ -193,10 +200,10 @@ class OwnLayers:
         return on_device(rows, self._decoder.device)
 
     def keep(self, layer: int) -> None:
-        """It lies where it belongs."""
+        """Do nothing: the layer lies where it belongs."""
 
     def keep_shifts(self, shifts: Sequence[Shift]) -> None:
-        """They were added to the prompt's own copy."""
+        """Do nothing: shifts were added to the prompt's own copy."""
 
     def unturned_kv(self, layer: int) -> LayerKV:
         return self._load(layer, None)
@@ -225,16 +232,14 @@ class OwnLayers:
 
     @cached_property
     def _turn(self) -> Angles:
-        """Angles of everything placed."""
+        """Angles of all placed tokens."""
         placed = torch.cat([torch.arange(start, end) for start, end in self._runs])
         turn = self._decoder.angles(on_device(placed, self._decoder.device))
         return per_head(turn, self._decoder.spec.num_kv_heads)
 
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
-        """Where a source may decode to: values into their place, keys where they wait to be turned.
-
-        Only if the chunks stand side by side; else they are laid run by run.
-        """
+        """Return where a source may decode to: values into their place, keys where they wait to be
+        turned. None unless the chunks stand side by side; else they are laid run by run."""
         if len(self._runs) != 1:
             return None
         if self._waiting is None:

@@ -46,7 +46,8 @@ class StepBuffers(NamedTuple):
 
     @classmethod
     def new(cls, h: Tensor, like: Projected) -> "StepBuffers":
-        """For the most rows there are. Zeros: what fills up is always a number."""
+        """Make buffers for the most rows there are. They hold zeros, so that rows that fill up are
+        always numbers."""
         heads, dim = like.q.shape[1:]
         both = heads + 2 * like.k.shape[1]
         with torch.inference_mode(False):  # used inside such a mode and outside it
@@ -57,9 +58,11 @@ class StepBuffers(NamedTuple):
             )
 
     def first_rows(self, num_rows: int) -> "StepBuffers":
+        """Return views of the first `num_rows` rows."""
         return StepBuffers(*(x[:num_rows] for x in self))
 
     def projected_views(self) -> "ProjectedViews":
+        """Return views of the queries, keys and values of all rows."""
         heads = self.attended.shape[1]
         kv_heads = (self.fused.shape[1] - heads) // 2
         return ProjectedViews(*torch.split(self.fused, [heads, kv_heads, kv_heads], dim=1))
@@ -85,7 +88,8 @@ class Recorder(Protocol):
     """Makes one order of many. Opened over the buffers of the most rows."""
 
     def record(self, decoder: FusionDecoder, work: Play) -> Play:
-        """What does as `work` does whenever it is called. Raises RuntimeError if it cannot."""
+        """Return a function that runs the recording of `work`. Raises RuntimeError if it cannot be
+        recorded."""
         ...
 
 
@@ -167,7 +171,8 @@ class LayerRecordings:
         buffers: StepBuffers,
         layer: int,
     ) -> None:
-        """A step of the nth pass. The first of a size runs it plainly, the second records it."""
+        """Run a step of the nth pass. The first of a size runs it plainly, the second records
+        it."""
         assert nth == self._passes, "another pass has taken these buffers"
         work = partial(compute_step, decoder, buffers, layer)
         if layer not in size.plays and size.uses > 1:

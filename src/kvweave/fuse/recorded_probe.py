@@ -157,6 +157,7 @@ class ProbeRecordings:
         return False
 
     def _try_to_record(self, decoder: FusionDecoder, kind: ProbeKind) -> ProbeRecording | None:
+        """Record a kind of question; None: it cannot be recorded, or not now."""
         made = self.refusals.attempt(kind.num_rows, partial(self._record, decoder, kind))
         self._recordings[kind] = made
         return made

@@ -81,7 +81,8 @@ class FuseRequest:
         return tuple(span for span in self.spans if span.state is not State.COMPUTED)
 
     def as_reused(self, keys: Collection[ChunkKey]) -> "FuseRequest":
-        """What a record says of it: exact chunks that have these keys are reused, no more."""
+        """Return the request as a record tells it: exact chunks that have these keys count as
+        reused."""
         spans = (
             span._replace(state=State.REUSED)
             if span.state is State.EXACT and span.key in keys

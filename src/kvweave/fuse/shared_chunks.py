@@ -200,10 +200,10 @@ class SharedLayers:
         return False
 
     def lay_front(self) -> None:
-        """It is laid with each layer."""
+        """Do nothing: the front is laid with each layer."""
 
     def lay_for(self, rows: Tensor) -> None:
-        """Rows in slices look at the chunks where they lie."""
+        """Do nothing: rows in slices look at the chunks where they lie."""
         self._begin_rows(rows)
 
     def begin_rows(self, rows: Tensor) -> Tensor:
@@ -212,8 +212,8 @@ class SharedLayers:
         return self._kept.source
 
     def _begin_rows(self, rows: Tensor) -> Slots:
-        """Rows at these positions [R], on the host, will be computed: they are own ones, and lie in
-        these slots."""
+        """Reserve the slots of rows at these positions [R], on the host, that will be computed into
+        own pages."""
         request = self._request
         own = np.concatenate([np.arange(request.preamble_len), rows.numpy()])
         slots = self._room.own_slots(request, len(own))[request.preamble_len :]
@@ -221,14 +221,14 @@ class SharedLayers:
         return slots
 
     def keep(self, layer: int) -> None:
-        """A layer is as it will be: its own rows go to their pages."""
+        """Write the own rows of a finished layer to their pages."""
         assert self._kept is not None, "the pass has begun"
         keys, values = self.kv.keys(layer), self.kv.values(layer)
         relocate(keys, values, self._kept, None, *self._pool.slots(layer))
 
     def keep_shifts(self, shifts: Sequence[Shift]) -> None:
-        """What chunks were moved by for this prompt goes to rows of its own, one for each chunk; in
-        layers in which a chunk was not moved, that is nothing."""
+        """Write what chunks were moved by to rows of the prompt's own, one for each chunk; zeros in
+        layers in which a chunk was not moved."""
         spans = list({span.start: span for shift in shifts for span in shift.spans}.values())
         if not spans:
             return
@@ -313,7 +313,7 @@ class SharedLayers:
         return self._uncoded
 
     def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
-        """Those of its rows that the room lacks: others may read the rest."""
+        """Write those rows of the exact front that the room lacks: others may read the rest."""
         there = self._room.num_present
         at = on_device(torch.from_numpy(slots[there:]), self._decoder.device)
         for layer, made in enumerate(front):

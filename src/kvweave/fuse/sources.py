@@ -64,11 +64,12 @@ class LayerPlacer(Protocol):
         ...
 
     def begin(self) -> None:
-        """Let layers come. What a selector wants to have first was asked for before."""
+        """Let layers come. The layers that a selector wants first were asked for before."""
         ...
 
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        """As `extras`, as uint8 tensors in host memory to copy from, not to write to."""
+        """Return the extra `name` of the chunks that have it, as uint8 tensors in host memory. They
+        may be copied from, not written to."""
         ...
 
     def stalled_s(self) -> float:
@@ -148,13 +149,13 @@ class StoredChunks:
         return self._decoder.angles(torch.cat(runs))
 
     def begin(self) -> None:
-        """Layers come by themselves."""
+        """Do nothing: layers come by themselves."""
 
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:
-        """Waiting for bytes, and decoding and laying them."""
+        """Return the time spent waiting for bytes, and decoding and laying them."""
         return self._laid_s
 
     def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:

@@ -77,7 +77,7 @@ class Stitched:
         return self.kv.values(layer)
 
     def unturned_kv(self, layer: int) -> LayerKV:
-        """Chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
+        """Return chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
         return self.layers.unturned_kv(layer)
 
     @property

@@ -145,13 +145,15 @@ def pack_anchors(anchors: Anchors) -> bytes:
 
 
 def _to_float16(x: Tensor) -> Tensor:
-    """float16 on the host. What is beyond it is cut: anchors steer a choice, no more."""
+    """Return `x` as float16 on the host. Values beyond its range are cut: anchors only steer a
+    choice."""
     largest = torch.finfo(torch.float16).max
     return x.float().clamp(-largest, largest).to("cpu", torch.float16)
 
 
 def view_anchors(blob: Tensor) -> Anchors:
-    """As `unpack_anchors`, keys and values as views of the blob: uint8 [n] on the host."""
+    """Read packed anchors, keys and values as views of the blob: uint8 [n] on the host. Raises
+    ValueError as `unpack_anchors` does."""
     num_layers, count, heads, dim = _sizes(blob[: HEADER.size].numpy().tobytes(), len(blob))
     num_indices, num_values = num_layers * count, num_layers * count * heads * dim
     parts = torch.split(blob[HEADER.size :], [4 * num_indices, 2 * num_values, 2 * num_values])
@@ -171,5 +173,5 @@ def _sizes(start: bytes, num_bytes: int) -> tuple[int, int, int, int]:
 
 
 def unpack_anchors(blob: bytes) -> Anchors:
-    """The inverse of `pack_anchors`, float16. Raises ValueError if the blob is none."""
+    """Read what `pack_anchors` wrote, as float16. Raises ValueError if the blob is none."""
     return view_anchors(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))

@@ -80,11 +80,11 @@ class Pace(Protocol):
     """When one who can wait may have the decoder. On the thread that encodes."""
 
     def wait(self) -> None:
-        """Until it may be had for a slice. Raises to give up what was begun."""
+        """Wait until the decoder may be had for a slice. Raises to give up what was begun."""
         ...
 
     def record_hold(self, seconds: float) -> None:
-        """It was had for so long."""
+        """Record how long the decoder was had."""
         ...
 
 
@@ -92,7 +92,8 @@ OnEncoded = Callable[[EncodeWork], None]  # hears of each pass; on the thread th
 
 
 def run_at_once(job: Callable[[], T]) -> T:
-    """A `RunAlone` for a decoder that nothing else uses: on the calling thread, at once."""
+    """Run a job on the calling thread, at once: a `RunAlone` for a decoder that nothing else
+    uses."""
     return job()
 
 
@@ -147,8 +148,8 @@ class ChunkEncoder:
     def behind(
         self, preamble_ids: tuple[int, ...], tenant_salt: str | None = None
     ) -> "ChunkEncoder":
-        """Another that is the same but for what stands in front of all chunks, and whose they are;
-        None: the same tenant's. Computes nothing."""
+        """Return an encoder that differs only in what stands in front of all chunks, and whose they
+        are; None: the same tenant's. Computes nothing."""
         salt = self._base.tenant_salt if tenant_salt is None else tenant_salt
         return ChunkEncoder(
             self.decoder,
@@ -177,7 +178,7 @@ class ChunkEncoder:
 
     @property
     def filled(self) -> Prefix:
-        """The KV of preamble and filler, computed on first use."""
+        """The KV of the preamble with the filler behind it, computed on first use."""
         return self._prefix(self.texts.filler)
 
     def key(self, token_ids: Sequence[int]) -> ChunkKey:
@@ -229,18 +230,20 @@ class ChunkEncoder:
             self._encode(chunks, self.key, context_ids, tell, pace)
 
     def encode_isolated(self, chunks: Sequence[Chunk], pace: Pace | None = None) -> None:
-        """As `encode`, right behind the preamble: what a chunk takes that stands in front."""
+        """Compute and save what is absent right behind the preamble: the KV that a chunk takes
+        where it stands in front. Raises as `encode` does."""
         self._encode(chunks, self.exact_key, (), None, pace)
 
     def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
-        """What `encode` would compute of these."""
+        """Return the chunks that `encode` would compute."""
         found = self.absent(chunks, self.key) if self._is_encoded_here else []
         lengths = [len(chunk.token_ids) for chunk in found]
         return EncodeWork(len(found), sum(lengths), sum(map(self.plain_bytes, lengths)))
 
     @property
     def _is_encoded_here(self) -> bool:
-        """Behind neighbours others do it, when all chunks can be searched."""
+        """Whether `encode` computes chunk KV. Behind neighbours others do, when all chunks can be
+        searched."""
         return self.preparation.variant.kind != "neighbours"
 
     def plain_bytes(self, num_tokens: int) -> int:
@@ -281,7 +284,7 @@ class ChunkEncoder:
     def _in_turns(
         self, prefix: Prefix, chunks: Sequence[Sequence[int]], pace: Pace | None
     ) -> tuple[list[list[LayerKV]], float]:
-        """KV of some chunks in one pass, and how long the decoder was had for it."""
+        """Compute the KV of some chunks in one pass; return it and how long the decoder was had."""
         begun: list[ChunkPass] = []
 
         def advance() -> bool:
@@ -296,7 +299,7 @@ class ChunkEncoder:
         return begun[0].made, seconds
 
     def _turn(self, job: Callable[[], T], pace: Pace | None) -> tuple[T, float]:
-        """Do something with the decoder, when it may be had; how long that took, besides."""
+        """Run a job when the decoder may be had; return its result and how long it took."""
 
         def run_timed() -> tuple[T, float]:
             started_s = time.perf_counter()
@@ -333,7 +336,8 @@ class ChunkEncoder:
         return packed.header.total_bytes
 
     def saves(self) -> Saves:
-        """What became of all that it saved, since it was made. Waits for a slow disk."""
+        """Return what became of all that was saved since this encoder was made. Waits for a slow
+        disk."""
         return self._saves.finish(SAVE_WAIT_S)
 
     def _prefix(self, context_ids: tuple[int, ...]) -> Prefix:
@@ -343,7 +347,7 @@ class ChunkEncoder:
         return self._prefixes[context_ids]
 
     def _prefix_in_turns(self, context_ids: tuple[int, ...], pace: Pace | None) -> Prefix:
-        """As `_prefix`, for a thread that has not got the decoder."""
+        """Compute a prefix as `_prefix` does, on a thread that does not have the decoder yet."""
         if context_ids not in self._prefixes:
             ids = (*self.preamble_ids, *context_ids)
             if not ids:

@@ -86,7 +86,7 @@ class ChunkPass:
         prefix: Prefix | Sequence[Prefix],
         chunks: Sequence[Sequence[int]],
     ) -> None:
-        """See `encode_chunks`. Computes next to nothing."""
+        """Take the arguments of `encode_chunks`. Computes next to nothing."""
         assert all(chunks), "an empty chunk has no KV"
         self._decoder = decoder
         self._prefixes = [prefix] * len(chunks) if isinstance(prefix, Prefix) else prefix

@@ -73,7 +73,7 @@ class NeighbourEncoder:
         return len(todo)
 
     def _encode(self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]) -> None:
-        """One pass."""
+        """Compute and save some chunks in one pass."""
         encoder = self._encoder
         started_s = time.perf_counter()
         made, extras, fresh = encoder.run_alone(partial(self._compute, batch, behind))
@@ -91,8 +91,8 @@ class NeighbourEncoder:
     def _compute(
         self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
     ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[PackedChunk]]:
-        """All that the decoder does for one pass: KV, its extras, and the KV of neighbours that is
-        to be stored."""
+        """Compute all that one pass needs of the decoder: KV, its extras, and the KV of neighbours
+        that is to be stored."""
         encoder = self._encoder
         chunks = {other.id: other for others in behind for other in others}
         filled = self._read_behind_filler(chunks)
@@ -128,13 +128,13 @@ class NeighbourEncoder:
         return {**extras, BEHIND: pack_ids([other.id for other in others])}
 
     def _read_behind_filler(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
-        """KV behind the filler, on the device, of the chunks whose KV the store has."""
+        """Read the KV behind the filler, to the device, of those chunks whose KV the store has."""
         keys = {chunk_id: self._encoder.filled_key(c.token_ids) for chunk_id, c in chunks.items()}
         stored = self._read_stored(list(keys.values()))
         return {chunk_id: stored[key] for chunk_id, key in keys.items() if key in stored}
 
     def _encode_behind_filler(self, chunks: Sequence[Chunk]) -> list[Filled]:
-        """The same, computed."""
+        """Compute the KV of chunks right behind the filler."""
         found: list[Filled] = []
         for run in passes([len(chunk.token_ids) for chunk in chunks]):
             batch = [chunks[i] for i in run]
@@ -144,7 +144,7 @@ class NeighbourEncoder:
         return found
 
     def _read_stored(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, list[LayerKV]]:
-        """What the store has of these, whole; the rest is left out."""
+        """Read whole chunks from the store; those that it does not have are left out."""
         store, num_layers = self._encoder.store, self._encoder.decoder.spec.num_layers
         peeks = zip(keys, store.peek(keys), strict=True)
         # only what is there: acquiring the rest would count as requests that found nothing
@@ -158,9 +158,11 @@ class NeighbourEncoder:
         return {key: layers for key, layers in found.items() if len(layers) == num_layers}
 
     def _pack(self, chunk: Chunk, layers: Sequence[LayerKV]) -> PackedChunk | None:
-        """Computed KV as the store takes it. None: it has a value that the codec cannot hold, which
-        is said once; whenever the chunk is a neighbour again it is computed again, for keeping it
-        here has no bound."""
+        """Pack computed KV for the store.
+
+        None: it has a value that the codec cannot hold, which is logged once. Such a chunk is
+        computed again whenever it is a neighbour, as keeping it here would have no bound.
+        """
         key, codec = self._encoder.filled_key(chunk.token_ids), self._encoder.context.codec
         try:
             return pack_chunk(key, layers, codec, {CHUNK: chunk.id.encode()})
@@ -173,13 +175,13 @@ class NeighbourEncoder:
             return None
 
     def _round(self, packed: PackedChunk) -> list[LayerKV]:
-        """KV as the store would give it back."""
+        """Return KV as the store would give it back."""
         num_layers = self._encoder.decoder.spec.num_layers
         each = (layer_of(packed.header, packed.memory, i) for i in range(num_layers))
         return [self._decode(encoded) for encoded in each]
 
     def _decode(self, encoded: EncodedLayer) -> LayerKV:
-        """A copy on the device: views of stored bytes end with their lease."""
+        """Decode a layer to a copy on the device: views of stored bytes end with their lease."""
         kv = encoded.decode()
         device = self._encoder.decoder.device
         return LayerKV(kv.k.to(device, copy=True), kv.v.to(device, copy=True))

@@ -95,7 +95,7 @@ class NeighbourTable:
         return {ChunkId(chunk_id) for (chunk_id,) in rows}
 
     def mentioned_chunks(self) -> set[ChunkId]:
-        """Every chunk that has an entry or stands in one."""
+        """Return every chunk that has an entry or stands in one."""
         with self._translate_errors():
             rows = self._db.execute(
                 "SELECT chunk_id FROM entries UNION SELECT neighbour_id FROM uses"
@@ -103,7 +103,7 @@ class NeighbourTable:
         return {ChunkId(chunk_id) for (chunk_id,) in rows}
 
     def settled_state(self) -> str | None:
-        """The state of the documents that KV was last known to agree with."""
+        """Return the state of the documents that KV was last known to agree with."""
         with self._translate_errors():
             row = self._db.execute("SELECT state FROM settled").fetchone()
         return None if row is None else str(row[0])
@@ -129,7 +129,7 @@ class NeighbourTable:
             self._drop(db, chunk_ids, size)
 
     def settle(self, state: str) -> None:
-        """From now on KV is known to agree with this state of the documents."""
+        """Note that KV agrees with this state of the documents from now on."""
         with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO settled VALUES (1, ?)", (state,))
 
@@ -150,7 +150,7 @@ class NeighbourTable:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All or nothing, whatever interrupts it."""
+        """Run the block as one transaction: all of it is written, or nothing."""
         with self._translate_errors():
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -162,7 +162,7 @@ class NeighbourTable:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """A turn, and trouble in one line."""
+        """Take the table's turn, and raise errors of the database as one line."""
         with self._lock:
             try:
                 yield

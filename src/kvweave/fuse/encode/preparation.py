@@ -26,7 +26,7 @@ class Preparation:
 
     @classmethod
     def parse(cls, encoding: str = DEFAULT_ENCODING, extras: Sequence[str] = ()) -> "Preparation":
-        """From what the user typed. Raises ConfigError."""
+        """Read what the user typed. Raises ConfigError."""
         for name in extras:
             if name not in EXTRAS:
                 raise ConfigError(f"extra {name!r} is unknown; known: {', '.join(EXTRAS)}")
@@ -61,7 +61,8 @@ def choose_preparation(
 
 
 def write_preparation(folder: Path, preparation: Preparation) -> None:
-    """An upload and what makes KV in the background may both do so at once."""
+    """Write how the chunk KV in `folder` is prepared. An upload and what makes KV in the background
+    may both do so at once."""
     folder.mkdir(parents=True, exist_ok=True)
     stored = {"encoding": str(preparation.variant), "extras": list(preparation.extras)}
     temporary = folder / f"{FILE}.{os.urandom(6).hex()}.tmp"  # nobody else's

@@ -62,7 +62,7 @@ class SaveLog:
         return Saves(saved, dropped, reasons)
 
     def _settle(self) -> None:
-        """Lock is held."""
+        """Count the saves that were answered. The caller holds the lock."""
         answered = [ticket for ticket in self._open if ticket.is_answered]
         self._open = [ticket for ticket in self._open if not ticket.is_answered]
         kept = sum(ticket.wait(0.0) for ticket in answered)

@@ -67,8 +67,9 @@ class AnchorView:
         return self._keys[layer, :end], self._values[layer, :end], self._positions[layer]
 
     def with_question(self, layer: int, fresh: Projected, turn: Angles) -> LaidContext | None:
-        """All anchors stand before the question: laid side by side, a row sees what is left of it,
-        wherever the anchors of a layer come from."""
+        """Return the anchors with the question behind them. All anchors stand before the question:
+        laid side by side, a row sees what is left of it, wherever the anchors of a layer come
+        from."""
         if len(fresh.k) != self._question:
             return None
         keys, values = self._keys[layer], self._values[layer]
@@ -80,7 +81,7 @@ class AnchorView:
 
 
 def _stored_anchors(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
-    """The anchors of every placed chunk. Raises RequestError if some have none."""
+    """Return the anchors of every placed chunk. Raises RequestError if some have none."""
     name = extra_name(rule)
     blobs = scene.stitched.extra_tensors(name)
     if blobs is None:
@@ -98,7 +99,7 @@ def _stored_anchors(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
 def _side_by_side(
     keys: list[Tensor], values: list[Tensor], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """[L, A, Hk, D] of every chunk, on the host, as [L, all A, Hk, D] on the device."""
+    """Join [L, A, Hk, D] of every chunk on the host to [L, all A, Hk, D] on the device."""
     parts = [*keys, *values]
     if device.type != "cpu":  # as they lie, and put in order there
         sizes = [part.numel() for part in parts]

@@ -39,8 +39,8 @@ class Scene:
     scoring: Callable[[], None] | None = None
 
     def note(self, scores: Tensor, positions: Tensor | None = None) -> None:
-        """Rows are chosen by these scores [n] of `positions` [n], of all hits if None: for the
-        record. They are kept as they are, so they must not be written to again."""
+        """Keep for the record that rows are chosen by these scores [n] of `positions` [n]; None: of
+        all hits. They must not be written to again."""
         self.scored.append(ScoredHits(self.hits if positions is None else positions, scores))
 
     @property
@@ -105,8 +105,11 @@ def ranked_positions(
     counts: Sequence[int],
     meanwhile: Callable[[], None] | None = None,
 ) -> list[Tensor]:
-    """As `top_positions`, for several counts at once: the host waits for all of them together, and
-    for nothing that `meanwhile`, called before that, orders."""
+    """Return what `top_positions` gives for several counts at once.
+
+    The host waits for all of them together, and for nothing that `meanwhile`, called before that,
+    orders.
+    """
     scores = scores.float()
     best = torch.sort(scores, descending=True, stable=True).indices
     # sorted here, where the scores are: on the host it would take longer

@@ -17,7 +17,7 @@ from kvweave.fuse.stitched import positions_of
 
 @dataclass(frozen=True, slots=True)
 class Epic:
-    """The same share of every chunk's head, so that ratios compare."""
+    """Chooses an equal share of every chunk's head, so that ratios compare."""
 
     in_flight: ClassVar[Literal[False]] = False
 

@@ -55,16 +55,16 @@ class LayerQueue:
         return range(first, first + size)
 
     def take(self, group: range) -> None:
-        """`next_group` is being brought."""
+        """Remove the layers of `next_group`, which are being brought."""
         del self._order[: len(group)]
         if group.start not in self._alone:
             self._grown = min(2 * self._grown, self.most)
 
     def without(self, layer: int) -> None:
-        """A layer was asked for before its turn, or again."""
+        """Remove a layer that was asked for before its turn, or again."""
         if layer in self._order:
             self._order.remove(layer)
 
     def put_back(self, layers: Sequence[int]) -> None:
-        """Layers that had been brought made room: they are the next again."""
+        """Put layers that made room for others back at the head of the order."""
         self._order[:0] = layers

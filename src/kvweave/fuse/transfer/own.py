@@ -32,7 +32,7 @@ class OwnRoom:
             yield OwnLayers(decoder, request, front, source, self._kv)
 
     def note_pass_ordered(self) -> None:
-        """Its rows look at its own buffer anyway."""
+        """Do nothing: rows look at the prompt's own buffer anyway."""
 
     def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
-        """Nothing was brought for others."""
+        """Do nothing: no chunk was brought for others."""

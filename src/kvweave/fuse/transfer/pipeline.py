@@ -158,7 +158,7 @@ class PipelinedChunks:
         return self._waited_s + sum(seconds_between(*stall) for stall in self._stalls)
 
     def _take(self, layer: int) -> tuple[Slot, Placement]:
-        """The slot of a layer, filled as far as the current stream can see."""
+        """Return the slot of a layer, filled as far as the current stream can see."""
         slot = self._brought.get(layer)
         if slot is None or slot.left == len(slot.layers):  # else the stream has waited already
             slot = self._wait_for(layer)

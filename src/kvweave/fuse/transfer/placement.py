@@ -99,7 +99,8 @@ class Placement:
     def write_unturned(
         self, data: Tensor, at: tuple[int, int], keys: Tensor, values: Tensor
     ) -> None:
-        """Write them side by side into [N, Hk, D], keys as stored."""
+        """Write all placed tokens of one layer side by side into [N, Hk, D], keys as stored. `data`
+        and `at` are those of `lay`."""
         for group in self._groups:
             rows = group.rows[_number(*at)]._replace(row=group.compact)
             unpack(data, group.packing, rows, None, keys, values)
@@ -107,7 +108,8 @@ class Placement:
     def _group(
         self, decoder: FusionDecoder, packing: Packing, spans: Sequence[tuple[int, ChunkSpan]]
     ) -> _PackingGroup:
-        """Chunks are described on the host and spread over their tokens on the device."""
+        """Plan tokens of one packing: chunks are described on the host and spread over their tokens
+        on the device."""
         counts = np.array([span.num_tokens for _, span in spans])
         first = np.cumsum(counts) - counts  # token of the group
         of_chunk = [  # of each chunk: what its tokens add their number in the group to, ...
@@ -140,5 +142,5 @@ class Placement:
 
 
 def _number(size: int, i: int) -> int:
-    """Of layer `i` of a group of `size` layers among all that there can be."""
+    """Return the number of layer `i` of a group of `size` layers among all that there can be."""
     return size * (size - 1) // 2 + i

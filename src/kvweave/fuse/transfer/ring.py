@@ -24,7 +24,7 @@ def new_event(*, timed: bool = True) -> torch.cuda.Event:
 
 
 def seconds_between(began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
-    """Of the device; 0 while it has not got to the second event."""
+    """Return the device's seconds between two events; 0 while it has not got to the second."""
     if not ended.query():  # type: ignore[no-untyped-call]
         return 0.0
     return float(began.elapsed_time(ended)) / 1e3
@@ -83,7 +83,8 @@ class Ring:
         self._timed: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
 
     def cut(self, unit_bytes: int, count: int) -> None:
-        """Begin a request: `count` free units. Its kernels run on the stream that is current."""
+        """Begin a request with `count` free units. Its kernels run on the stream that is
+        current."""
         if len(self._data) < unit_bytes * count:
             self._data = torch.empty(0, dtype=torch.uint8)  # goes before more is asked for
             with torch.inference_mode(False):  # used inside such a mode and outside it
@@ -105,7 +106,7 @@ class Ring:
             self._last_read = None
 
     def slot(self, layers: range) -> Slot | None:
-        """Units for a group of layers, those that have been free for longest; None: not now."""
+        """Take the units for a group of layers that have been free for longest; None: not now."""
         size, count = len(layers), len(self._free)
         for start in (*range(self._next, count), *range(self._next)):
             units = range(start, start + size)
@@ -144,7 +145,7 @@ class Ring:
             self._compute.wait_event(slot.copied)
 
     def release(self, slot: Slot) -> None:
-        """What the request's stream was told so far is the last that reads the slot."""
+        """Free a slot once the device has done what the request's stream was told so far."""
         self._free[slot.units.start : slot.units.stop] = [True] * len(slot.units)
         if self._stream is not None:
             taken = new_event(timed=False)
@@ -169,7 +170,7 @@ class Ring:
             self.bytes_per_s += GAIN * (size / seconds - self.bytes_per_s)
 
     def record_start(self, kind: str, start_s: float) -> None:
-        """A pass of this kind began so long after its bytes were asked for.
+        """Record how long after its bytes were asked for a pass of this kind began.
 
         Follows a shorter time at once: a longer one may have compiled or recorded something.
         """
