@@ -32,7 +32,7 @@ from kvweave.model.decoder import Decoder
 
 
 class OrderedPrompt(NamedTuple):
-    """A fused prompt all of whose rows are ordered. To be finished."""
+    """A fused prompt all of whose rows are ordered. The caller finishes it."""
 
     sequence: EngineSequence
     prefill: OrderedPrefill
@@ -109,10 +109,13 @@ class FusedPrompts:
     def _runs_in_slices(
         self, sequence: EngineSequence, stored: StoredPrompt, is_alone: bool
     ) -> bool:
-        """Whether the rows of a prompt join the common steps. Over shared chunks what is recomputed
-        drifts in scratch memory, in one pass: slices are for prompts that lie ready."""
+        """Whether the rows of a prompt join the common steps.
+
+        A prompt over shared chunks joins them only if nothing is to be laid; else what is
+        recomputed drifts in scratch memory, in one pass.
+        """
         if sequence.shared is not None:
-            return _lies_ready(sequence)
+            return _has_nothing_to_lay(sequence)
         progress = sequence.progress
         return runs_in_slices(
             sequence.fused_part.strategy,
@@ -144,10 +147,13 @@ def word_for_pass(sequence: EngineSequence) -> str:
     return STREAMED if sequence.fused_part.strategy.can_be_sliced else WHOLE
 
 
-def _lies_ready(sequence: EngineSequence) -> bool:
-    """Whether a prompt over shared chunks has nothing to lay: all of them are filled, none of their
-    rows is recomputed, and what stands in front is in its pages. With many rows besides, as of
-    chunks that are not stored, the pass over scratch is faster."""
+def _has_nothing_to_lay(sequence: EngineSequence) -> bool:
+    """Whether a prompt over shared chunks can run in slices at once: all chunks are filled, none of
+    their rows is recomputed, and what stands in front is in its pages.
+
+    With many other rows, as of chunks that are not stored, this is False: the pass over scratch is
+    faster.
+    """
     part = sequence.fused_part
     if sequence.shared is None or (part.strategy.selector is not None and part.ratio):
         return False

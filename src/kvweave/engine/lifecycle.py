@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Lifecycle:
-    """Knows every request that has not ended. Whatever ends one, all it holds goes back.
+    """Knows every request that has not ended, and takes back all that a request holds when it ends.
 
     The engine thread owns it; any thread reads `sequences` and `counts`.
     """
@@ -124,7 +124,7 @@ class Lifecycle:
             self.answer(sequence, logits)
 
     def hand_out(self, output: StepOutput) -> None:
-        """Give every request what a common step computed of it."""
+        """Give every request the rows and logits that a common step computed for it."""
         shared = len(output.results) > 1
         for result in output.results:
             self._hand_out_slice(result, output.seconds, shared)

@@ -25,8 +25,8 @@ from kvweave.fuse.protocol import Meanwhile
 
 
 class OwnSteps:
-    """Takes the own steps of fused prompts, and knows what the device was told and the host has not
-    waited for. For the engine thread; `has_prompt` and `num_steps` are read by any."""
+    """Takes the own steps of fused prompts, and knows what was ordered from the device and is not
+    waited for yet. For the engine thread; `has_prompt` and `num_steps` are read by any."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class OwnSteps:
         fused: FusedPrompts,
         prompts_per_step: int,
     ) -> None:
-        """While prompts wait, so many are computed between two common steps; 0: what is ordered is
-        waited for, and nothing overlaps."""
+        """`prompts_per_step` prompts are computed between two common steps while prompts wait; 0:
+        what is ordered is waited for, and nothing overlaps."""
         self._scheduler = scheduler
         self._runner = runner
         self._lifecycle = lifecycle
@@ -54,8 +54,11 @@ class OwnSteps:
         return self._prompt is not None
 
     def take(self, own: EngineSequence) -> None:
-        """Take the own step of a fused request. One that cannot overlap the prompt before it would
-        keep that prompt's token waiting, and takes its step behind it."""
+        """Take the own step of a fused request, overlapping the prompt before it where it can.
+
+        One that cannot overlap takes its step behind that prompt's token, which would wait for it
+        otherwise.
+        """
         if not self._can_overlap(own):
             self.finish_prompt()
             self._take(own, None)
@@ -70,14 +73,14 @@ class OwnSteps:
         self._prompt = ordered
 
     def finish_step(self) -> None:
-        """Hand out the common step that was ordered, if that is still to be done. Nothing is heard
-        of between the two: its sequences are all there."""
+        """Hand out the results of the common step that was ordered, if there is one. No news is
+        taken in between the two, so all its sequences are still there."""
         finish, self._step = self._step, None
         if finish is not None:
             self._lifecycle.hand_out(finish())
 
     def finish_prompt(self) -> None:
-        """Hand out the first token of the prompt that was ordered, if that is still to be done."""
+        """Hand out the first token of the prompt that was ordered, if there is one."""
         ordered, self._prompt = self._prompt, None
         if ordered is not None:
             self._finish(ordered)
@@ -104,8 +107,8 @@ class OwnSteps:
         self._prompt = self._step = None
 
     def _can_overlap(self, own: EngineSequence) -> bool:
-        """Whether a prompt may be ordered while the device is at another: somebody waits for it,
-        and nothing but the scoring of its rows is waited for."""
+        """Whether a prompt may be ordered while the device computes another: somebody waits for it,
+        and the host waits only for the scores of its rows."""
         if not self._prompts_per_step or own.progress.held or own.progress.background:
             return False
         return self._fused.waits_only_for_scores(own)

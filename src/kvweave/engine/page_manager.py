@@ -149,7 +149,7 @@ class PageManager:
         return self._prefixes.is_gone(chunk, sequence.as_of, sequence.request.namespace)
 
     def admit(self, sequence: EngineSequence) -> bool:
-        """Give a sequence pages for all it knows, if each of the others can still grow by one.
+        """Give a sequence pages for all it knows, if a page is left for each of the others to grow.
         False: not now."""
         if self._reads_chunks(sequence):
             if self._admit_segmented(sequence):

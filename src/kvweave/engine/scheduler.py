@@ -340,7 +340,7 @@ class Scheduler(Generic[S]):
         return True
 
     def _preemptible(self, running: Sequence[S]) -> list[S]:
-        """Return those of `running` that may be preempted now: their own steps are not under way."""
+        """Return those of `running` that may be preempted: their own steps are not under way."""
         return [one for one in running if one not in self._apart]
 
     def _preempt(self, victim: S, rows_of: dict[S, int]) -> None:

@@ -29,14 +29,15 @@ T = TypeVar("T")
 
 
 class Pulse(NamedTuple):
-    """How the engine thread is."""
+    """State of the engine thread, for those who watch it."""
 
     step_s: float  # since the step at hand began, or had computed a layer; 0: it is between two
     failed_in_row: int  # requests that failed since the last token was handed out
 
 
 class Worker:
-    """Owns the engine thread, and calls all it is given on that thread alone but the inbox."""
+    """Owns the engine thread. All that it is given is used on that thread alone, except the
+    inbox."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Worker:
                 self._start()
 
     def run_alone(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread, between two steps; wait for it and give its result."""
+        """Run a job on the thread, between two steps; wait for it and return its result."""
         if threading.current_thread() is self._thread:
             return job()
         future: Future[T] = Future()

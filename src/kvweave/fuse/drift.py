@@ -263,8 +263,8 @@ def _find_moved_chunks(request: FuseRequest, chosen: Tensor) -> _MovedChunks:
 def all_at_once(
     decoder: FusionDecoder, spans: list[ChunkSpan], ahead: PassTables | None = None
 ) -> _Move:
-    """Make a mover for a device where many small steps cost more than the work: every row knows its
-    chunk."""
+    """Return what moves all rows at once, for a device where many small steps cost more than the
+    work: every row knows its chunk."""
     known = None if ahead is None else ahead.reused
     if known is not None and known.spans == spans:  # as a rule, every chunk has chosen rows
         _, chunk, row, turn = known
@@ -277,8 +277,8 @@ def all_at_once(
 def run_by_run(
     decoder: FusionDecoder, spans: list[ChunkSpan], _: PassTables | None = None
 ) -> _Move:
-    """Make a mover for a CPU: rows of a chunk lie side by side, and nothing is gathered or
-    scattered."""
+    """Return what moves one chunk after the other, for a CPU: rows of a chunk lie side by side, and
+    nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]
     runs = ChunkRuns.of(chunks, head_dim)

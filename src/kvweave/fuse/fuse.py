@@ -220,8 +220,8 @@ def select_rows(
     chosen, in_flight = _choose(scene, selector, counts, must_compute)
     leaving = None
     if taper is not None:
-        leaving = TaperedRows(taper.layer, chosen[1], _with(chosen[1], must_compute))
-    rows = _with(chosen[0], must_compute)
+        leaving = TaperedRows(taper.layer, chosen[1], _join_rows(chosen[1], must_compute))
+    rows = _join_rows(chosen[0], must_compute)
     return SelectedRows(hits, chosen[0], rows, in_flight, is_partial, leaving, scene.scored)
 
 
@@ -231,7 +231,7 @@ def scored_layers(strategy: Strategy, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({*needs.key_layers, *needs.value_layers}))
 
 
-def _with(hits: Tensor, must_compute: Tensor) -> Tensor:
+def _join_rows(hits: Tensor, must_compute: Tensor) -> Tensor:
     """Join some hits with what is always computed, ascending as both are."""
     rows = np.concatenate([hits.numpy(), must_compute.numpy()])
     if len(hits) and rows[len(hits)] < rows[len(hits) - 1]:  # missing chunks between them

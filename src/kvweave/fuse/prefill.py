@@ -185,12 +185,12 @@ class StoredPrompt:
         self._probe_ahead(decoder, frame, ratio)
 
         def attempt(request: FuseRequest, tell: Tell) -> OrderedFusion:
-            def pass_ordered(recomputed: Sequence[int]) -> None:
+            def on_ordered(recomputed: Sequence[int]) -> None:
                 room.note_pass_ordered()
                 tell(recomputed)
 
             with self._stitch(decoder, frame, room, request) as stitched:
-                return order_fusion(stitched, self._strategy, ratio, pass_ordered, meanwhile)
+                return order_fusion(stitched, self._strategy, ratio, on_ordered, meanwhile)
 
         ordered, record_of = self._weave(frame, ratio, attempt)
         return OrderedPrefill(ordered, record_of, room, self.rounded_keys())

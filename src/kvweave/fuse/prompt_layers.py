@@ -239,7 +239,7 @@ class OwnLayers:
 
     def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
         """Return where a source may decode to: values into their place, keys where they wait to be
-        turned. None unless the chunks stand side by side; else they are laid run by run."""
+        turned. None where the chunks do not stand side by side: they are laid run by run then."""
         if len(self._runs) != 1:
             return None
         if self._waiting is None:

@@ -121,12 +121,14 @@ class LayerScratch:
         return layer in self._held
 
     def keys(self, layer: int) -> Tensor:
-        return self._of(layer)[0, : self._num_tokens]
+        return self._memory_of(layer)[0, : self._num_tokens]
 
     def values(self, layer: int) -> Tensor:
-        return self._of(layer)[1, : self._num_tokens]
+        return self._memory_of(layer)[1, : self._num_tokens]
 
-    def _of(self, layer: int) -> Tensor:
+    def _memory_of(self, layer: int) -> Tensor:
+        """Return the memory of a layer; the layer that was asked for longest ago gives its memory
+        up where none is free."""
         if self._free is None:
             self._free = self._memory.layers(self._num_tokens, self._num_layers)
         held = self._held.pop(layer, None)

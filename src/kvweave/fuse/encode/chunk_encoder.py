@@ -269,7 +269,9 @@ class ChunkEncoder:
             batch = [todo[i] for i in run]
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
             prefix = self._prefix_in_turns(context_ids, pace)
-            made, seconds = self._in_turns(prefix, [chunk.token_ids for chunk in batch], pace)
+            made, seconds = self._compute_in_turns(
+                prefix, [chunk.token_ids for chunk in batch], pace
+            )
             extras: list[dict[str, bytes]] = [{} for _ in batch]
             if self.preparation.extras:
                 extras, took_s = self._turn(partial(self.extras, prefix, batch, made), pace)
@@ -281,7 +283,7 @@ class ChunkEncoder:
             if tell is not None:
                 tell(EncodeWork(len(batch), num_rows, num_bytes))
 
-    def _in_turns(
+    def _compute_in_turns(
         self, prefix: Prefix, chunks: Sequence[Sequence[int]], pace: Pace | None
     ) -> tuple[list[list[LayerKV]], float]:
         """Compute the KV of some chunks in one pass; return it and how long the decoder was had."""
@@ -352,7 +354,7 @@ class ChunkEncoder:
             ids = (*self.preamble_ids, *context_ids)
             if not ids:
                 return Prefix((), ())
-            (layers,), _ = self._in_turns(Prefix((), ()), [ids], pace)
+            (layers,), _ = self._compute_in_turns(Prefix((), ()), [ids], pace)
             turned, _ = self._turn(lambda: prefix_of(self.decoder, ids, layers), pace)
             self._prefixes[context_ids] = turned
         return self._prefixes[context_ids]

@@ -125,8 +125,8 @@ def ranked_positions(
     return [positions[order] for order in torch.split(answer[1:], sizes)]
 
 
-def of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:
-    """Scores [..., H] of the hits, from scores [..., N] of everything placed."""
+def scores_of_hits(scene: Scene, placed_scores: Tensor) -> Tensor:
+    """Return scores [..., H] of the hits, from scores [..., N] of everything placed."""
     runs: list[tuple[int, int]] = []  # neighbours are one run: a slice each is an order each
     at = 0
     for span in scene.request.placed:

@@ -24,7 +24,7 @@ from kvweave.fuse.probe import (
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selectors.anchor_view import AnchorView
-from kvweave.fuse.selectors.base import Scene, of_hits, ranked_positions
+from kvweave.fuse.selectors.base import Scene, ranked_positions, scores_of_hits
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device
@@ -103,7 +103,7 @@ class QueryAttention:
         parts = [
             self._columns(scene, layers[i : i + some], probed) for i in range(0, len(layers), some)
         ]
-        return of_hits(scene, torch.cat(parts))
+        return scores_of_hits(scene, torch.cat(parts))
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":

@@ -60,7 +60,7 @@ class LayerQueue:
         if group.start not in self._alone:
             self._grown = min(2 * self._grown, self.most)
 
-    def without(self, layer: int) -> None:
+    def remove(self, layer: int) -> None:
         """Remove a layer that was asked for before its turn, or again."""
         if layer in self._order:
             self._order.remove(layer)

@@ -174,7 +174,7 @@ class PipelinedChunks:
             began, ended = (new_event() for _ in range(2))
             began.record()
         if layer not in self._brought:
-            self._queue.without(layer)
+            self._queue.remove(layer)
             self._bring(layer)
         slot = self._brought[layer]
         if on_device:
