@@ -97,9 +97,7 @@ def main() -> None:
             "decode_over_llamacpp": None
             if llamacpp is None
             else round(best_decode / llamacpp["decode_tok_s"], 3),
-            "ways": None
-            if rounded is None or rounded.weights.rounding is None
-            else rounded.weights.rounding.ways,
+            "weights": None if rounded is None else rounded.weights_words,
             "rows": rows,
         },
         args.out,

@@ -476,7 +476,7 @@ QUOTED = [
             "with {}, {}, {} and {} rows",
             *(f"kernels.product_probe:ROWS[{i}]" for i in range(4)),
         ),
-        ("an eighth more columns at most", "kernels.product_probe:extra_columns(512) == 64"),
+        ("an eighth more columns at most", "kernels.rounded:extra_columns(512) == 64"),
         ("with {} million weights or more in", "corpus.bert_rounding:LEAST_WEIGHTS // 10**6"),
         ("split over {} columns more", "corpus.bert_rounding:LEAST_EXTRA"),
     ),

@@ -1,31 +1,18 @@
 """Products of an encoder in 8 bits: near the exact ones, and one knowledge base for both."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvweave.corpus import bert_rounding
 from kvweave.corpus.bert_encoder import BertEncoder, BertFolder
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest import ingest
-from kvweave.kernels.native.loading import native_kernels
-from kvweave.kernels.product_probe import ROWS, Shape, Times
-from kvweave.kernels.product_ways import ProductWays
-from kvweave.kernels.products import FLOAT32
+from kvweave.kernels.native.loading import VARIABLE, native_kernels
 from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_embedder import PROSE, make_embedder_folder
-
-INT_MM, NATIVE = "int8 rows, int_mm", "int8 rows, native"
-Measure = Callable[[Shape], Times]
-
-
-def times(way: str, seconds: float) -> Measure:
-    """Of a machine on which float32 takes a second and `way` so many."""
-    return lambda _: {FLOAT32: dict.fromkeys(ROWS, 1.0), way: dict.fromkeys(ROWS, seconds)}
 
 
 def minilm() -> Path:
@@ -39,23 +26,12 @@ def encoder(folder: Path, **options: str) -> BertEncoder:
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Measure], None]:
-    """Makes this machine one with such times."""
-
-    def be(measure: Measure) -> None:
-        ways = ProductWays(tmp_path / "products.json", machine="a", measure=measure)
-        monkeypatch.setattr(bert_rounding, "ProductWays", lambda: ways)
-
-    return be
-
-
-@pytest.fixture(params=[INT_MM, NATIVE])
-def rounded(request: pytest.FixtureRequest, machine: Callable[[Measure], None]) -> BertEncoder:
-    if request.param == NATIVE and native_kernels().library is None:
-        pytest.skip("no C compiler here; the other way is tested all the same")
-    machine(times(request.param, 0.1))
+def rounded() -> BertEncoder:
+    library, words = native_kernels()
+    if library is None or not library.has_integers:
+        pytest.skip(words)
     found = encoder(minilm(), weights="auto")
-    assert found.weights_words == f"24 of 24 products in 8 bits ({request.param})"
+    assert found.weights_words == "24 of 24 products in 8 bits"
     return found
 
 
@@ -89,29 +65,22 @@ def test_the_same_weights_are_rounded_alike_at_every_start(rounded: BertEncoder)
     np.testing.assert_array_equal(again.encode(PROSE, 8), rounded.encode(PROSE, 8))
 
 
-def test_products_stay_exact_where_float32_is_faster(
-    exact: BertEncoder, machine: Callable[[Measure], None]
+def test_products_stay_exact_without_compiled_kernels(
+    exact: BertEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    machine(times(INT_MM, 2.0))
+    monkeypatch.setenv(VARIABLE, "0")
     found = encoder(minilm(), weights="auto")
     assert found.weights_words == "float32"
     np.testing.assert_array_equal(found.encode(PROSE, 8), exact.encode(PROSE, 8))
 
 
-def test_a_small_model_is_not_worth_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> ProductWays:
-        raise AssertionError("products were measured")
-
-    monkeypatch.setattr(bert_rounding, "ProductWays", refuse)
+def test_a_small_model_stays_exact(tmp_path: Path) -> None:
     assert encoder(make_embedder_folder(tmp_path), weights="auto").weights_words == "float32"
 
 
 def test_a_knowledge_base_of_either_kind_is_open_to_the_other(
-    tmp_path: Path, tokenizer: Tokenizer, machine: Callable[[Measure], None]
+    tmp_path: Path, tokenizer: Tokenizer, rounded: BertEncoder
 ) -> None:
-    machine(times(INT_MM, 0.1))
     documents = [(f"Note {n}", text) for n, text in enumerate(PROSE)]
     kinds = {
         weights: SentenceEmbedder(minilm(), name="minilm", device="cpu", weights=weights)  # type: ignore[arg-type]

@@ -8,24 +8,26 @@ import pytest
 import torch
 
 from kvweave.kernels.native import loading
+from kvweave.kernels.native.library import PLAIN, CompiledLibrary
 from kvweave.kernels.native.loading import native_kernels
-from kvweave.kernels.product_probe import ROWS, Shape, Times
-from kvweave.kernels.product_ways import ProductWays
-from kvweave.kernels.products import FLOAT32, WAYS
 from kvweave.model import load
 from kvweave.model.decoder import SMALL_KL, Decoder
-from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.load import AUTO_KL, load_decoder
-from kvweave.model.rounding import Rounding, RoundingNotes, load_notes, notes_path, save_notes
+from kvweave.model.rounding import RoundingNotes, load_notes, notes_path, save_notes
 from kvweave.model.rows import Rows
-from kvweave.model.spec import read_spec
-from kvweave.model.weights import ROUNDED, load_weights
+from kvweave.model.weights import ROUNDED
 from worlds.tiny_models import make_model_folder
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
 IDS = list(range(3, 60))
-INT_MM = "int8 rows, int_mm"
-NATIVE = "int8 rows, native"
+
+
+@pytest.fixture(autouse=True)
+def library() -> CompiledLibrary:
+    library, words = native_kernels()
+    if library is None:
+        pytest.skip(words)
+    return library
 
 
 @pytest.fixture
@@ -39,15 +41,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_model_folder(tmp_path_factory.mktemp("model"), request.param, **SIZES)
 
 
-def rounded(folder: Path, tmp_path: Path, way: str = INT_MM) -> Decoder:
-    def measure(shape: Shape) -> Times:
-        return {FLOAT32: dict.fromkeys(ROWS, 1.0), way: dict.fromkeys(ROWS, 0.1)}
-
-    spec, files = read_spec(folder), TensorFiles(folder)
-    ways = ProductWays(tmp_path / "products.json", measure=measure)
-    rounding = Rounding(spec, ways, load_notes(files.fingerprint()), lambda text: [])
-    cpu = torch.device("cpu")
-    return Decoder(spec, load_weights(files, spec, torch.float32, cpu, rounding))
+def rounded(folder: Path) -> Decoder:
+    return load_decoder(folder, device="cpu", quant="int8")
 
 
 def logits(decoder: Decoder, ids: list[int], step: int | None = None) -> torch.Tensor:
@@ -66,40 +61,30 @@ def assert_within_rounding(gap: torch.Tensor, found: torch.Tensor, folder: Path)
     assert gap[0].square().mean() <= 0.5 * cost.mean()  # it sees nobody: its own edges alone
 
 
-def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(
-    folder: Path, home: Path, tmp_path: Path
-) -> None:
-    exact, rough = load_decoder(folder, device="cpu", quant="none"), rounded(folder, tmp_path)
+def test_a_rounded_model_is_near_the_exact_one_and_says_how_near(folder: Path, home: Path) -> None:
+    exact, rough = load_decoder(folder, device="cpu", quant="none"), rounded(folder)
     expected, found = (logits(d, IDS).log_softmax(-1) for d in (exact, rough))
     kl = float((expected.exp() * (expected - found)).sum(-1).mean())
     assert not torch.equal(expected, found)
     cost = rough.weights.rounding
     assert cost is not None
-    assert cost.ways["qkv"] == (INT_MM,) * len(ROWS)
     assert 0 < kl < 0.05
     assert 0 < cost.kl_nats < 0.05
 
 
-@pytest.mark.parametrize("way", [INT_MM, NATIVE])
-def test_token_by_token_or_in_one_go_is_the_same(
-    folder: Path, home: Path, tmp_path: Path, way: str
-) -> None:
+def test_token_by_token_or_in_one_go_is_the_same(folder: Path, home: Path) -> None:
     """A row has a scale of its own, so its products are the same. What float32's order of sums
     leaves may move a value across the edge between two integers, and rows behind it see that: no
     more than rounding itself changes."""
-    if way == NATIVE and native_kernels().library is None:
-        pytest.skip(native_kernels().words)
-    decoder = rounded(folder, tmp_path, way)
+    decoder = rounded(folder)
     whole = logits(decoder, IDS)
     for step in (1, 7):
         gap = logits(decoder, IDS, step) - whole
         assert_within_rounding(gap, whole, folder)
 
 
-def test_sequences_of_a_batch_do_not_change_each_other(
-    folder: Path, home: Path, tmp_path: Path
-) -> None:
-    decoder = rounded(folder, tmp_path)
+def test_sequences_of_a_batch_do_not_change_each_other(folder: Path, home: Path) -> None:
+    decoder = rounded(folder)
     alone = logits(decoder, IDS)
     others = [[9] * 30, list(range(80, 20, -1))]
     batch = [
@@ -110,18 +95,16 @@ def test_sequences_of_a_batch_do_not_change_each_other(
     assert_within_rounding(beside - alone, alone, folder)
 
 
-def test_what_was_found_is_kept_and_gives_the_same_weights(
-    folder: Path, home: Path, tmp_path: Path
-) -> None:
-    first = rounded(folder, tmp_path)
+def test_what_was_found_is_kept_and_gives_the_same_weights(folder: Path, home: Path) -> None:
+    first = rounded(folder)
     assert load_notes(first.weights.rounding.exact_fingerprint) is not None  # type: ignore[union-attr]
-    second = rounded(folder, tmp_path)
+    second = rounded(folder)
     assert torch.equal(logits(first, IDS), logits(second, IDS))
     assert second.weights.rounding == first.weights.rounding
 
 
 def test_notes_of_other_weights_are_not_read(home: Path) -> None:
-    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"1.qkv": "mnl"}, {"qkv": (INT_MM, FLOAT32)})
+    notes = RoundingNotes(0.004, {"1.qkv": [(3, 2)]}, {"1.qkv": "mnl"})
     save_notes("a" * 32, notes)
     assert load_notes("a" * 32) == notes
     assert load_notes("a" * 16 + "b" * 16) is None  # the same file name
@@ -131,14 +114,14 @@ def test_notes_of_other_weights_are_not_read(home: Path) -> None:
 
 
 def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
-    folder: Path, home: Path, tmp_path: Path
+    folder: Path, home: Path
 ) -> None:
     exact = load_decoder(folder, device="cpu", quant="none")
     assert exact.calibrated_as == (exact.weights.fingerprint, exact.revision)
     fingerprint = exact.weights.fingerprint
     for kl, holds in ((0.5 * SMALL_KL, True), (SMALL_KL, False)):
-        save_notes(fingerprint, RoundingNotes(kl, {}, {}, {}))
-        rough = rounded(folder, tmp_path)
+        save_notes(fingerprint, RoundingNotes(kl, {}, {}))
+        rough = rounded(folder)
         assert rough.weights.fingerprint == fingerprint + ROUNDED
         assert rough.revision != exact.revision
         assert rough.calibrated_as == (exact if holds else rough).calibrated_as
@@ -147,19 +130,11 @@ def test_tables_of_the_exact_weights_hold_while_rounding_costs_little(
 
 @pytest.mark.parametrize("kl", [0.5 * AUTO_KL, 2 * AUTO_KL])
 def test_auto_takes_rounded_weights_only_where_they_cost_little(
-    folder: Path, home: Path, tmp_path: Path, kl: float, monkeypatch: pytest.MonkeyPatch,
+    folder: Path, home: Path, kl: float, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def measure(shape: Shape) -> Times:
-        return {FLOAT32: dict.fromkeys(ROWS, 1.0), INT_MM: dict.fromkeys(ROWS, 0.1)}
-
-    monkeypatch.setattr(
-        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
-    )
     exact = load_decoder(folder, device="cpu", quant="none")
-    taken = rounded(folder, tmp_path).weights.rounding
-    assert taken is not None
-    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, {}, taken.ways))
+    save_notes(exact.weights.fingerprint, RoundingNotes(kl, {}, {}))
     small = load_decoder(folder, device="cpu", quant="auto")
     assert small.weights.rounding is None, "a small model is quick anyway"
     monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
@@ -172,44 +147,40 @@ def test_auto_takes_rounded_weights_only_where_they_cost_little(
     assert named.weights.rounding is not None, "what is asked for by name is done"
 
 
-def test_auto_stays_exact_where_float32_is_fastest(
-    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_compiled_kernels_weights_stay_in_float32(
+    folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
-
-    def measure(shape: Shape) -> Times:
-        return {name: dict.fromkeys(ROWS, 9.0) for name in WAYS} | {
-            FLOAT32: dict.fromkeys(ROWS, 1.0)
-        }
-
-    monkeypatch.setattr(
-        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
-    )
-    auto = load_decoder(folder, device="cpu", quant="auto")
+    monkeypatch.setenv(loading.VARIABLE, "0")
     exact = load_decoder(folder, device="cpu", quant="none")
-    assert auto.weights.rounding is None
-    assert auto.revision == exact.revision
-    assert torch.equal(logits(auto, IDS), logits(exact, IDS))
+    for quant in ("auto", "int8"):
+        found = load_decoder(folder, device="cpu", quant=quant)
+        assert found.weights.rounding is None
+        assert found.revision == exact.revision
+        assert torch.equal(logits(found, IDS), logits(exact, IDS))
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"quant: int8 → none, no compiled kernels: {loading.VARIABLE} is 0"
+    ], "what was asked for by name and cannot be had is said"
     assert load_notes(exact.weights.fingerprint) is None, "nothing was rounded: no cost is known"
 
 
-def test_what_was_measured_with_other_ways_is_measured_again(
+def test_auto_stays_exact_on_a_cpu_without_integer_instructions(
+    folder: Path, home: Path, library: CompiledLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
+    monkeypatch.setattr(library, "kind", PLAIN)
+    assert load_decoder(folder, device="cpu", quant="auto").weights.rounding is None
+    assert load_decoder(folder, device="cpu", quant="int8").weights.rounding is not None
+
+
+def test_nothing_is_timed_to_choose_between_8_bits_and_float32(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(shape: Shape) -> Times:
-        return {FLOAT32: dict.fromkeys(ROWS, 1.0), INT_MM: dict.fromkeys(ROWS, 0.1)}
-
-    monkeypatch.setattr(
-        ProductWays.__init__, "__kwdefaults__", {"machine": None, "measure": measure}
-    )
-    exact = load_decoder(folder, device="cpu", quant="none")
-    save_notes(exact.weights.fingerprint, RoundingNotes(0.0, {}, {}, {"qkv": (FLOAT32,) * 4}))
-    rough = load_decoder(folder, device="cpu", quant="int8")
-    assert rough.weights.rounding is not None
-    assert rough.weights.rounding.kl_nats > 0
-    kept = load_notes(exact.weights.fingerprint)
-    assert kept is not None
-    assert kept.kl_nats == rough.weights.rounding.kl_nats
+    """A busy first start must not decide for good how a model is multiplied."""
+    monkeypatch.setattr(load, "SMALLEST_ROUNDED", 0)
+    monkeypatch.setattr(load, "AUTO_KL", 1.0)
+    assert load_decoder(folder, device="cpu", quant="auto").weights.rounding is not None
+    assert [path.name[:9] for path in (home / "profiles").iterdir()] == ["rounding-"]
 
 
 def test_auto_is_exact_in_other_dtypes(folder: Path, home: Path) -> None:

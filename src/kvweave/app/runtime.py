@@ -11,7 +11,6 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
 from kvweave.kernels.freed_memory import keep_freed_memory
-from kvweave.kernels.product_ways import ways_path
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.default_model import default_model
 from kvweave.model.files.generation import read_generation
@@ -62,11 +61,6 @@ class ModelRuntime:
     def close(self) -> None:
         """End what runs. Harmless the second time."""
         self.client.close()
-
-
-def forget_ways() -> None:
-    """The next model with rounded weights measures again how to multiply them."""
-    ways_path().unlink(missing_ok=True)
 
 
 class EngineClient:

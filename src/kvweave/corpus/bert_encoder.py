@@ -105,21 +105,20 @@ class BertEncoder:
         ]
         exact = {name: self._linear(name) for layer in self._layers for name in _products(layer)}
         self._products: Mapping[str, Projection] = exact
-        self.ways: Mapping[str, tuple[str, ...]] = {}  # of products that are rounded, by name
         is_on_cpu = device == "cpu"
         self._most_rows = BATCH_ROWS if is_on_cpu else None
         if weights == "auto" and is_on_cpu:
             from kvweave.corpus.bert_rounding import round_products
 
-            self._products, self.ways = round_products(exact, self._sample)
+            self._products = round_products(exact, self._sample)
+        self._num_rounded = sum(self._products[name] is not exact[name] for name in exact)
 
     @property
     def weights_words(self) -> str:
         """How products are computed, in words."""
-        if not self.ways:
+        if not self._num_rounded:
             return "float32"
-        ways = ", ".join(sorted({name for names in self.ways.values() for name in names}))
-        return f"{len(self.ways)} of {len(self._products)} products in 8 bits ({ways})"
+        return f"{self._num_rounded} of {len(self._products)} products in 8 bits"
 
     def encode(self, texts: Sequence[str], batch_size: int) -> NDArray[np.float32]:
         """[N, E] in the order of `texts`. Texts of like length are computed together."""

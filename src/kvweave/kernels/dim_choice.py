@@ -6,16 +6,12 @@ rounded.py says what splitting and evening out are.
 Shapes: R rows, I input dims.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.products import IntegerRows
 from kvweave.kernels.rounded import (
     SMALLEST,
-    RoundedWeight,
     even_dims,
     largest_of,
     round_weight,
@@ -56,16 +52,11 @@ def best_dims(linear: Linear, rows: Tensor, extra: int) -> tuple[Tensor, Tensor]
         if evening is not None:
             powers = even_dims(largest, heaviest, evening)
         parts = split_dims(largest / torch.exp2(powers.float()), extra)
-        held = round_weight(weight, None, parts, powers)
-        apart = IntegerRows(held, _near_integers(held))(tried) - exact
+        # sums in float32: near enough to tell what rounding changes
+        found_rows = round_weight(weight, None, parts, powers).multiply(tried, torch.float32)
+        apart = found_rows - exact
         found.append((float((apart.square().mean(dim=1) / size).mean()), parts, powers))
     return min(found, key=lambda each: each[0])[1:]
-
-
-def _near_integers(weight: RoundedWeight) -> Callable[[Tensor], Tensor]:
-    """As plain_integers, with sums in float32: near enough to tell what rounding changes."""
-    codes = weight.codes.float().T
-    return lambda x: (x.floor_() @ codes).mul_(weight.scale)
 
 
 class Tap:

@@ -3,7 +3,7 @@
 Results can go into memory the caller already has: on a CPU, touching fresh pages for every large
 output costs about a third of the product itself (2-core x86-64, bench/prefill.py, 2026-11-15).
 
-Rounded weights are in rounded.py, the ways to multiply them in products.py.
+Weights in 8 bits are in rounded.py; native/product.py multiplies them.
 
 Shapes: R rows, I input dims, O output dims.
 """

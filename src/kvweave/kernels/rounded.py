@@ -1,8 +1,9 @@
-"""Weights in few bits: what they are, apart from how they are multiplied (products.py).
+"""Weights in 8 bits and what a product with them is; native/product.py computes it in C.
 
-int8 has one scale per output channel. A few input dims carry values many times those of the others;
-rounded to 8 bits beside them, the rest of the row would be left with a few steps. Such a dim is
-split: it becomes several columns with the same weights, and each takes an equal share of its value.
+Weights have one scale per output channel, and every row of activations one of its own. A few input
+dims carry values many times those of the others; rounded to 8 bits beside them, the rest of the row
+would be left with a few steps. Such a dim is split: it becomes several columns with the same
+weights, and each takes an equal share of its value.
 The shares are rounded so that they add up to what the value itself would be rounded to:
 
     floor(y) = floor(y / n) + floor((y + 1) / n) + … + floor((y + n - 1) / n)
@@ -45,6 +46,22 @@ class RoundedWeight:
         torch.mul(x, self.share[:dims].to(x.dtype), out=wide[:, :dims])
         torch.mul(x[:, self.more], self.share[dims:].to(x.dtype), out=wide[:, dims:])
         return wide
+
+    def multiply(self, x: Tensor, sums: torch.dtype = torch.float64) -> Tensor:
+        """Return x [R, I] times the weights, [R, O]: the definition of the product, and slow.
+
+        A row is rounded to 8 bits by its own scale, so that its result depends on no other row.
+        """
+        columns = self.columns(x)
+        row_scale = columns.abs().amax(dim=1, keepdim=True).clamp_min_(SMALLEST).div_(127.0)
+        codes = torch.addcmul(self.offset, columns, row_scale.reciprocal()).floor_()
+        y = (codes.to(sums) @ self.codes.to(sums).T * self.scale).float() * row_scale
+        return y if self.bias is None else y + self.bias
+
+
+def extra_columns(in_dim: int) -> int:
+    """Columns that dims with large values are split into: an eighth more at most, to whole 64s."""
+    return max((in_dim + in_dim // 8) // 64 * 64 - in_dim, 0)
 
 
 def split_dims(largest: Tensor, extra: int) -> Tensor:

@@ -111,11 +111,7 @@ class Decoder:
         compiled = "" if kernels is None else f"; {kernels.words}"
         if cost is None:
             return f"weights in {str(self.dtype).removeprefix('torch.')}{compiled}"
-        rows = ("one row", "few rows", "some rows", "many rows")
-        named = cost.ways.get("gate_up") or cost.ways["qkv"]
-        ways = "; ".join(f"{few}: {way}" for few, way in zip(rows, named, strict=True))
-        price = f"weights rounded at {cost.kl_nats:.4f} nats per token to float32"
-        return f"{price}; {ways}{compiled}"
+        return f"weights in 8 bits, {cost.kl_nats:.4f} nats per token from float32{compiled}"
 
     @property
     def can_record(self) -> bool:

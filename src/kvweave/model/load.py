@@ -2,19 +2,17 @@
 
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from kvweave.errors import ConfigError
 from kvweave.kernels.native.loading import native_kernels
-from kvweave.kernels.product_ways import ProductWays
 from kvweave.model.decoder import SMALL_KL, Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.rounding import Rounding, load_notes
-from kvweave.model.spec import read_spec
-from kvweave.model.weights import load_weights
+from kvweave.model.spec import ModelSpec, read_spec
+from kvweave.model.weights import Weights, load_weights
 
 log = logging.getLogger(__name__)
 
@@ -32,55 +30,68 @@ def load_decoder(
     """Load the model in `folder`.
 
     `device`: "auto" takes CUDA where there is one. `dtype`: "auto" is bfloat16 on CUDA and float32
-    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant`: "int8" rounds the
-    products to 8 bits (4 where the file has no more) and multiplies them the fastest way this CPU
-    has (float32 only); "auto" does so where that costs less than AUTO_KL and is faster, "none"
-    never. The first start measures both, in seconds.
+    on a CPU; a CPU without bfloat16 emulates it, and a warning says so. `quant` (float32 on a CPU
+    only): "int8" rounds the products to 8 bits where kernels can be compiled here; "auto" does so
+    where the CPU has instructions for integers and rounding costs less than AUTO_KL, "none" never.
+    The first start measures that cost, in seconds.
     """
     place = torch.device(_resolve_device(device))
-    if dtype == "auto":
-        dtype = "bfloat16" if place.type == "cuda" else "float32"
-        log.info("dtype: auto → %s", dtype)
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(DTYPES)}")
+    dtype = _resolve_dtype(dtype, place)
     if quant not in QUANTS:
         raise ConfigError(f"quant {quant!r} is unknown; known: {', '.join(QUANTS)}")
     fits = place.type == "cpu" and dtype == "float32"
     if quant == "int8" and not fits:
         raise ConfigError("quant='int8' is for CPUs with dtype float32; drop one of the two")
-    if place.type == "cpu" and dtype == "bfloat16" and not has_bfloat16():
-        _emulate_bfloat16()
     spec = read_spec(folder)
     files = TensorFiles(folder)
     is_small = files.num_weights < SMALLEST_ROUNDED
-    if quant == "auto" and is_small:
-        quant = "none"
     if fits and not is_small:
         log.info("%s", native_kernels().words)  # compiled here, once per machine
-    if quant == "none" or not fits:
-        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
+    if fits and (quant == "int8" or (quant == "auto" and not is_small)):
+        rounded = _load_rounded(folder, spec, files, quant)
+        if rounded is not None:
+            return Decoder(spec, rounded)
+    return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
+
+
+def _load_rounded(folder: Path, spec: ModelSpec, files: TensorFiles, quant: str) -> Weights | None:
+    """Load the weights in 8 bits. None: they cannot be multiplied so here, or "auto" finds the
+    price too high."""
+    library, words = native_kernels()
+    if library is None:
+        if quant == "int8":  # asked for by name: it must be seen
+            log.warning("quant: int8 → none, %s", words)
+        return None
+    if quant == "auto" and not library.has_integers:
+        log.info("quant: auto → none, this CPU has no instructions for 8-bit integers")
+        return None
     notes = load_notes(files.fingerprint())
-    if quant == "auto" and notes is not None and notes.kl_nats >= AUTO_KL:
-        log.info("quant: auto → none, rounding costs %.4f nats per token", notes.kl_nats)
-        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
-    rounding = Rounding(spec, ProductWays(), notes, lambda text: _encode(folder, text))
-    weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
-    if rounding.is_stale:  # what it costs must be measured once more
-        del weights
-        rounding = Rounding(spec, ProductWays(), None, lambda text: _encode(folder, text))
-        weights = load_weights(files, spec, DTYPES[dtype], place, rounding)
-    cost = weights.rounding
-    if quant == "int8" or cost is None:
-        return Decoder(spec, weights)
-    if cost.changes_nothing:
-        log.info("quant: auto → none, float32 is the fastest way for every product here")
-        return Decoder(spec, replace(weights, fingerprint=cost.exact_fingerprint, rounding=None))
-    if cost.kl_nats >= AUTO_KL:
-        log.info("quant: auto → none, rounding costs %.4f nats per token", cost.kl_nats)
-        del weights
-        return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
-    log.info("quant: auto → int8, which costs %.4f nats per token", cost.kl_nats)
-    return Decoder(spec, weights)
+    if quant == "auto" and notes is not None and _is_too_dear(notes.kl_nats):
+        return None
+    rounding = Rounding(spec, library, notes, lambda text: _encode(folder, text))
+    weights = load_weights(files, spec, torch.float32, torch.device("cpu"), rounding)
+    assert weights.rounding is not None, "what is rounded has a cost"
+    if quant == "auto" and _is_too_dear(weights.rounding.kl_nats):
+        return None
+    log.info("quant: %s → int8, which costs %.4f nats per token", quant, weights.rounding.kl_nats)
+    return weights
+
+
+def _is_too_dear(kl_nats: float) -> bool:
+    if kl_nats >= AUTO_KL:
+        log.info("quant: auto → none, rounding costs %.4f nats per token", kl_nats)
+    return kl_nats >= AUTO_KL
+
+
+def _resolve_dtype(dtype: str, place: torch.device) -> str:
+    if dtype == "auto":
+        dtype = "bfloat16" if place.type == "cuda" else "float32"
+        log.info("dtype: auto → %s", dtype)
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is unknown; known: auto, {', '.join(DTYPES)}")
+    if place.type == "cpu" and dtype == "bfloat16" and not has_bfloat16():
+        _emulate_bfloat16()
+    return dtype
 
 
 def has_bfloat16() -> bool:

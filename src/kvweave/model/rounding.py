@@ -16,8 +16,8 @@ Shapes: R rows, I input dims, E hidden dim, V vocabulary.
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from kvweave import paths
 from kvweave.kernels.attention import attend
 from kvweave.kernels.dim_choice import TEXT, Tap, best_dims
 from kvweave.kernels.linear import Linear, Projection
+from kvweave.kernels.native.library import CompiledLibrary
+from kvweave.kernels.native.product import round_linear
 from kvweave.kernels.norm import rms_norm
-from kvweave.kernels.product_probe import extra_columns
-from kvweave.kernels.product_ways import ProductWays
-from kvweave.kernels.products import FLOAT32
 from kvweave.kernels.rope import rotate
+from kvweave.kernels.rounded import extra_columns
 from kvweave.kernels.types import Segment
 from kvweave.model.decoder import Decoder
 from kvweave.model.spec import ModelSpec
@@ -40,7 +40,7 @@ from kvweave.model.weights import LayerWeights, RoundingCost, Weights
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 RANDOM_TOKENS = 96
 TEXT_TOKENS = 160
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
@@ -56,7 +56,6 @@ class RoundingNotes:
     kl_nats: float  # per token, to float32
     parts: Parts
     powers: Powers
-    ways: Mapping[str, tuple[str, ...]]  # by product: with others it was not measured
 
 
 def notes_path(fingerprint: str) -> Path:
@@ -70,16 +69,15 @@ def load_notes(fingerprint: str) -> RoundingNotes | None:
         if (kept["format"], kept["weights"]) != (FORMAT, fingerprint):
             return None
         parts = {k: [(int(d), int(n)) for d, n in pairs] for k, pairs in kept["parts"].items()}
-        ways = {name: tuple(map(str, each)) for name, each in kept["ways"].items()}
         powers = {str(k): str(letters) for k, letters in kept["powers"].items()}
-        return RoundingNotes(float(kept["kl_nats"]), parts, powers, ways)
+        return RoundingNotes(float(kept["kl_nats"]), parts, powers)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def save_notes(fingerprint: str, notes: RoundingNotes) -> None:
     path = notes_path(fingerprint)
-    kept = {"format": FORMAT, "weights": fingerprint, **_fields(notes)}
+    kept = {"format": FORMAT, "weights": fingerprint, **asdict(notes)}
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,34 +87,24 @@ def save_notes(fingerprint: str, notes: RoundingNotes) -> None:
         log.warning("cannot keep what rounding costs %s: %s", path, error.strerror)
 
 
-def _fields(notes: RoundingNotes) -> dict[str, Any]:
-    return {
-        "kl_nats": notes.kl_nats,
-        "parts": notes.parts,
-        "powers": notes.powers,
-        "ways": notes.ways,
-    }
-
-
 class Rounding:
     """Rounds one model. Made for one load, on its thread."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        ways: ProductWays,
+        library: CompiledLibrary,
         notes: RoundingNotes | None,
         encode: Callable[[str], list[int]],
     ) -> None:
         """With `notes` nothing is measured. `encode` turns text into tokens."""
         self._spec = spec
-        self._ways = ways
+        self._library = library
         self._notes = notes
         self._parts: Parts = {}
         self._powers: Powers = {}
         self._streams: _Streams | None = None
         self._encode = encode
-        self.taken: dict[str, tuple[str, ...]] = {}  # product → ways by ROWS, of a middle layer
 
     def start(self, embedding: Tensor) -> None:
         """The embeddings are there."""
@@ -137,7 +125,7 @@ class Rounding:
                 continue  # experts have none of these
             key = f"{index}.{name}"
             parts, powers = self._dims(key, linear, None if seen is None else seen[name])
-            rounded[name], self.taken[name] = self._ways.product(linear, parts, powers)
+            rounded[name] = round_linear(linear, self._library, parts, powers)
         layer = replace(exact, **rounded)
         if self._streams is not None:
             self._streams.rounded(layer)
@@ -147,28 +135,18 @@ class Rounding:
         """The head: at one row it is up to a third of the work."""
         seen = None if self._streams is None else self._streams.before_head(final_norm)
         parts, powers = self._dims("head", exact, seen)
-        product, self.taken["head"] = self._ways.product(exact, parts, powers)
+        product = round_linear(exact, self._library, parts, powers)
         if self._streams is not None:
             kl = self._streams.divergence(final_norm, exact, product)
-            self._notes = RoundingNotes(kl, self._parts, self._powers, dict(self.taken))
+            self._notes = RoundingNotes(kl, self._parts, self._powers)
         return product
 
     def cost(self, fingerprint: str) -> RoundingCost:
         """What it costs; `fingerprint` is of the exact weights. Keeps what was measured."""
         assert self._notes is not None, "the head was rounded before"
-        if self._streams is not None and not self.changes_nothing:
+        if self._streams is not None:
             save_notes(fingerprint, self._notes)
-        return RoundingCost(fingerprint, self._notes.kl_nats, dict(self.taken))
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Float32 was taken everywhere."""
-        return all(set(names) == {FLOAT32} for names in self.taken.values())
-
-    @property
-    def is_stale(self) -> bool:
-        """The notes are of other ways than were taken: another CPU, or measured anew since."""
-        return self._notes is not None and dict(self._notes.ways) != self.taken
+        return RoundingCost(fingerprint, self._notes.kl_nats)
 
     def _dims(self, key: str, linear: Linear, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Columns and powers of two [I] of every dim, by `rows` [R, I] that went through the exact
@@ -228,7 +206,7 @@ class _Streams:
         start, end = self._bounds[1]
         heads = [self._decoder(None, final_norm, head) for head in (exact, rounded)]
         total = 0.0
-        # some rows at a time, within little memory: every way of a product gives a row the same
+        # some rows at a time, within little memory: a row is the same beside any others
         for at in range(start, end, HEAD_ROWS):
             part = slice(at, min(at + HEAD_ROWS, end))
             right, found = (

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.products import FLOAT32
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec
 
@@ -53,12 +52,6 @@ class RoundingCost:
 
     exact_fingerprint: str  # of the weights before they were rounded
     kl_nats: float  # per token, to the exact weights, on a short text (rounding.py)
-    ways: dict[str, tuple[str, ...]]  # product → how it is multiplied, by product_probe.ROWS
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether float32 is the fastest way for every product here."""
-        return {way for ways in self.ways.values() for way in ways} <= {FLOAT32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +101,8 @@ def load_weights(
     rounder.start(embedding)
     rounded = tuple(rounder.layer(i, layer) for i, layer in enumerate(layers))
     rounded_head = rounder.head(final_norm, head)
-    # named by what was asked for, not by what the probe found here: other machines share chunk KV
-    name = fingerprint + ROUNDED
     cost = rounder.cost(fingerprint)
-    return Weights(embedding, rounded, final_norm, rounded_head, name, cost)
+    return Weights(embedding, rounded, final_norm, rounded_head, fingerprint + ROUNDED, cost)
 
 
 class _Loader:

@@ -17,7 +17,6 @@ from kvweave.kernels.native.layers import (
 )
 from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.product import NativeProduct
-from kvweave.kernels.products import ByRows
 from kvweave.kernels.rounded import round_weight, split_dims
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -52,7 +51,7 @@ def in_8_bits(layer: LayerWeights, library: CompiledLibrary) -> LayerWeights:
         if linear is not None:
             parts = split_dims(torch.rand(linear.weight.shape[1]) + 0.1, 5)
             weight = round_weight(linear.weight, linear.bias, parts)
-            made[name] = ByRows([(2, NativeProduct(weight, library))])
+            made[name] = NativeProduct(weight, library)
     return replace(layer, **made)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.loading import native_kernels
 from kvweave.kernels.native.product import NativeProduct
-from kvweave.kernels.products import IntegerRows, plain_integers
 from kvweave.kernels.rounded import RoundedWeight, round_weight, split_dims
 
 
@@ -49,7 +48,7 @@ def make_rows(num_rows: int, in_dim: int) -> Tensor:
 def assert_same(found: Tensor, x: Tensor, weight: RoundedWeight) -> None:
     """Equal to the definition, but for a value here and there that lies on the edge between two
     integers: torch may multiply and add in one step or in two."""
-    right = IntegerRows(weight, plain_integers(weight))(x)
+    right = weight.multiply(x)
     largest = x.abs().amax(1, keepdim=True)
     step = largest / 127 * weight.scale * 127  # one integer more, times the largest weight
     apart = (found - right).abs()
@@ -120,7 +119,7 @@ def test_what_is_no_number_spoils_its_own_row_alone(library: CompiledLibrary, ba
     right = product(x)
     x[6, 17] = bad
     found = product(x)
-    by_torch = IntegerRows(weight, plain_integers(weight))(x)
+    by_torch = weight.multiply(x)
     assert not found[6].isfinite().any()
     assert not by_torch[6].isfinite().any()
     others = [i for i in range(14) if i != 6]

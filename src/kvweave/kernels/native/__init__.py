@@ -4,6 +4,5 @@
 `library.py` loads it and says what it is. `product.py`, `elementwise.py`, `attention.py`,
 `layers.py` and `stored.py` check what C is given and call it.
 
-A machine without a C compiler runs PyTorch's operators instead; which of the two computes a product
-is measured (product_probe.py), and nothing but the speed depends on it.
+A machine without a C compiler runs PyTorch's operators instead, with weights in float32.
 """

@@ -1,14 +1,13 @@
 """Whole layers in C: rows go through one, or through many, in a single call.
 
 The twin of what decoder.py does with products, norms, rotation and attention one by one, for
-float32 on a CPU. A layer is done here where all its products can be: rounded ones whose way is the
-compiled one, and float32 ones for few rows; libraries are faster for many.
+float32 on a CPU. A layer is done here where all its products can be: rounded ones, and
+float32 ones for few rows; libraries are faster for many.
 
 Shapes: R rows, E hidden dim, L layers, S slots, Hq query heads, Hk KV heads, D head dim.
 """
 
 import ctypes
-from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -26,7 +25,6 @@ from kvweave.kernels.native.fields import (
 )
 from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.product import NativeProduct
-from kvweave.kernels.products import ByRows
 
 
 class LayerParts(Protocol):
@@ -128,11 +126,8 @@ class CompiledLayers:
         self._layers = layers
         self._sizes = sizes
         self._shape = ShapeFields(*sizes, sizes.dim**-0.5)
-        every = [each for layer in layers for each in _products(layer)]
-        bounds = {most for each in every if isinstance(each, ByRows) for most in each.bounds}
-        self._bounds = sorted(bounds | {library.few_rows})
-        # by numbers of rows that are done alike: the layers, and which can be
-        self._tables: dict[int, tuple[ctypes.Array[LayerFields], list[bool]]] = {}
+        # for few rows and for many: the layers, and which can be done here
+        self._tables: dict[bool, tuple[ctypes.Array[LayerFields], list[bool]]] = {}
 
     def fits(self, layer: int, num_rows: int) -> bool:
         """Whether a layer can be done here for so many rows."""
@@ -206,24 +201,23 @@ class CompiledLayers:
         return ctypes.addressof(table) + layer * ctypes.sizeof(LayerFields)
 
     def _table(self, num_rows: int) -> tuple["ctypes.Array[LayerFields]", list[bool]]:
-        kind = bisect_left(self._bounds, num_rows)
-        found = self._tables.get(kind)
+        few = num_rows <= self.library.few_rows
+        found = self._tables.get(few)
         if found is None:
             table, fits = (LayerFields * len(self._layers))(), []
             for i, layer in enumerate(self._layers):
-                fields = self._layer_fields(layer, num_rows)
+                fields = self._layer_fields(layer, few)
                 fits.append(fields is not None)
                 if fields is not None:
                     table[i] = fields
-            found = self._tables[kind] = (table, fits)
+            found = self._tables[few] = (table, fits)
         return found
 
-    def _layer_fields(self, layer: LayerParts, num_rows: int) -> LayerFields | None:
+    def _layer_fields(self, layer: LayerParts, few: bool) -> LayerFields | None:
         products = _products(layer)
         if len(products) < 4 or self._sizes.dim > self.library.most_dim:
             return None
-        few = num_rows <= self.library.few_rows
-        made = [_matrix(each, num_rows, few) for each in products]
+        made = [_matrix(each, few) for each in products]
         norms = [layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm]
         if any(x is not None and (x.dtype != torch.float32 or not x.is_cpu) for x in norms):
             return None
@@ -238,10 +232,8 @@ def _products(layer: LayerParts) -> list[Projection]:
     return [each for each in every if each is not None]
 
 
-def _matrix(product: Projection, num_rows: int, few: bool) -> MatrixFields | None:
+def _matrix(product: Projection, few: bool) -> MatrixFields | None:
     """None: not one that can be multiplied here."""
-    if isinstance(product, ByRows):
-        product = product.way_for(num_rows)
     if isinstance(product, NativeProduct):
         return MatrixFields(product.address, 0, 0, product.in_dim, product.out_dim)
     if not (few and isinstance(product, Linear)):

@@ -18,6 +18,7 @@ from kvweave.kernels.native.fields import (
     ShiftingFields,
 )
 
+PLAIN = "plain C"  # the kind without instructions of a CPU: KIND of integers.h
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -74,6 +75,11 @@ class CompiledLibrary:
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether it multiplies 8-bit weights with instructions of this CPU made for integers."""
+        return self.kind != PLAIN
 
 
 def _typed(function: Any, takes: list[type], gives: type | None) -> Callable[..., Any]:

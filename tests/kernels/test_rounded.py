@@ -1,16 +1,19 @@
-"""Every way to multiply rounded weights that this machine has, against float32."""
+"""Products with weights in 8 bits, by their definition and compiled, against float32."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.product_probe import working_ways
-from kvweave.kernels.products import WAYS, ByRows
+from kvweave.kernels.linear import Linear
+from kvweave.kernels.native.loading import native_kernels
+from kvweave.kernels.native.product import NativeProduct
 from kvweave.kernels.rounded import RoundedWeight, even_dims, round_weight, split_dims
 
 IN, OUT = 192, 64
-ALWAYS = "int8 rows, int_mm"  # needs no library beside torch: it must work wherever these run
+Product = Callable[[Tensor], Tensor]
+WAYS = ("definition", "compiled")
 
 
 def make_weight() -> Tensor:
@@ -25,18 +28,18 @@ def make_rows(num_rows: int) -> Tensor:
     return x * torch.logspace(-2, 2, num_rows)[:, None]
 
 
-def make_product(name: str, bias: Tensor | None = None, *, split: bool = True) -> Projection:
+def make_product(name: str, bias: Tensor | None = None, *, split: bool = True) -> Product:
     parts = split_dims(make_rows(8).abs().amax(0), 64) if split else None
     return make_way(name, round_weight(make_weight(), bias, parts))
 
 
-def make_way(name: str, weight: RoundedWeight) -> Projection:
-    """Skips where the probe would not take it: this torch or CPU does not have it, or wrongly."""
-    found = working_ways(weight, make_rows(1))
-    if name not in found:
-        assert name != ALWAYS, "it must work wherever these run"
-        pytest.skip("this torch or CPU has no such way that multiplies rightly")
-    return found[name]
+def make_way(name: str, weight: RoundedWeight) -> Product:
+    if name == "definition":
+        return weight.multiply
+    library, words = native_kernels()
+    if library is None:
+        pytest.skip(words)
+    return NativeProduct(weight, library)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 300])
@@ -64,20 +67,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(name: str) -> None:
     torch.testing.assert_close(product(other)[11], together[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(product(x[:5]), together[:5], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(product(x[3:4]), together[3:4], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", WAYS)
-def test_products_can_be_added_in_place_or_written_into_given_memory(name: str, bias: bool) -> None:
-    product = make_product(name, torch.ones(OUT) if bias else None)
-    x, h = make_rows(5), torch.randn(5, OUT)
-    plain = product(x)
-    out = torch.full((5, OUT), torch.nan)
-    assert product(x, out=out).data_ptr() == out.data_ptr()
-    torch.testing.assert_close(out, plain)
-    total = h.clone()
-    product.add_to(total, x)
-    torch.testing.assert_close(total, h + plain, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -136,22 +125,3 @@ def test_as_many_columns_as_allowed_and_the_largest_dims_get_them() -> None:
     assert float((largest / parts).max()) <= 2.7
     assert split_dims(torch.ones(3), 0).tolist() == [1, 1, 1]
     assert int(split_dims(torch.zeros(3), 4).sum()) == 7
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_a_row_is_the_same_by_whichever_way_it_comes(name: str) -> None:
-    """One row takes one way, many take another: what runs beside it must not show."""
-    x = make_rows(3)
-    torch.testing.assert_close(make_product(name)(x), make_product(ALWAYS)(x), rtol=1e-5, atol=1e-4)
-
-
-def test_rows_are_served_by_the_way_of_their_number() -> None:
-    def doubling(factor: float) -> Linear:
-        return Linear(torch.eye(4) * factor)
-
-    product = ByRows([(2, doubling(1.0)), (16, doubling(2.0)), (512, doubling(3.0))])
-    found = [float(product(torch.ones(n, 4))[0, 0]) for n in (1, 2, 3, 16, 17, 512, 3000)]
-    assert found == [1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]
-    h = torch.zeros(3, 4)
-    product.add_to(h, torch.ones(3, 4))
-    assert float(h[0, 0]) == 2.0
