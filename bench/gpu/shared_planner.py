@@ -35,7 +35,6 @@ from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.plan import Plan, PlanRequest, Reason, SpanKind
 from kvweave.plan.planner import Planner
-from kvweave.plan.plausibility import correct
 from kvweave.types import ChunkId
 
 RATIO = 0.15
@@ -96,8 +95,6 @@ class PlannedWorld:
         measurement = Measurement(decoder, codec)
         engine.run_alone(measurement.finish)
         self.profile = measurement.profile()
-        self.doubts = list(self.profile.doubts)
-        correct(self.profile)
         context = KeyContext("bench", dtype_name(decoder.dtype), codec, "any", (), "any")
         self._encoder = ChunkEncoder(decoder, world.store, context)
         preamble = ChunkRef(ChunkId("preamble"), PREAMBLE)
@@ -105,7 +102,7 @@ class PlannedWorld:
             TreeConfig(1 << 40, 0), CountingOwner(), lambda cached, new: 1.0, preamble,
             Pages(1, None),
         )  # fmt: skip
-        costs = CostModel(self.profile, layer0_free=False)
+        costs = CostModel(self.profile)
         self._planner = Planner(tree, costs, self._peek, OpenGate())
         layers = decoder.spec.num_layers
         tiers = TierProbes(world.store, layers, codec, self.profile.links)
@@ -212,7 +209,7 @@ def measure(
 ) -> dict[str, Any]:
     """All kinds in turn, `rounds` times, in an order of each round's own."""
     planned = PlannedWorld(world, engine)
-    say(f"profile measured; doubts: {planned.doubts}")
+    say("profile measured")
     planned.bring(3 * 32)
     asked: list[Asked] = []
     for number, kind in enumerate(_mixed(WARM_UP + rounds)):
@@ -223,7 +220,6 @@ def measure(
     rows = [_row(kind.name, [one for one in asked if one.kind == kind.name]) for kind in KINDS]
     return {
         "planner": rows,
-        "planner_doubts": planned.doubts,
         "planner_over_full": max(row["over_full"] for row in rows),  # of the worst kind, median
         "planner_over_full_median": _rounded(one.over_full for one in asked),
         "planner_over_full_worst_prompt": round(max(one.over_full for one in asked), 3),

@@ -119,7 +119,7 @@ class Case:
         tree = KnowledgeTree(config, CountingOwner(), lambda cached, new: 1.0, preamble, pages)
         self._planner = Planner(
             tree,
-            CostModel(self._profile, layer0_free=False),
+            CostModel(self._profile),
             lambda asked: {chunk: [copy] for chunk in asked},
             OpenGate(ratios),
             now_s=lambda: self._now_s,

@@ -52,14 +52,6 @@ def test_a_profile_is_told_in_plain_words(run: Run, folder: Path, decoder: Decod
     assert "loading from host 8 GB/s" in told
     assert "12 exact and 0 fused answers moved it since" in told
     assert "measured 2027-01-1" in told
-    assert "doubt" not in told
-
-
-def test_what_is_doubtful_comes_with_the_way_out(run: Run, folder: Path, decoder: Decoder) -> None:
-    set_machine(decoder, recompute=10.0)
-    told = " ".join(run("measure", "--model", folder, "--device", "cpu").out.split())
-    assert "doubt: recomputing" in told
-    assert "kvweave measure --renew" in told
 
 
 def test_json_is_one_document(run: Run, folder: Path, decoder: Decoder) -> None:
@@ -70,7 +62,6 @@ def test_json_is_one_document(run: Run, folder: Path, decoder: Decoder) -> None:
     assert told["fused"][0]["speed_up"] == pytest.approx(2.0 / 3.02, rel=0.01)
     assert told["tiers"]["disk/int8"]["bytes_per_s"] == 500_000_000
     assert told["answers"] == {"exact": 12, "fused": 0}
-    assert len(told["doubts"]) == 1
 
 
 def test_a_machine_that_never_was_is_measured_and_one_that_was_is_not(

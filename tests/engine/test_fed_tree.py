@@ -159,18 +159,6 @@ def test_what_stands_behind_a_reused_chunk_stays_out(world: World) -> None:
         at_rest(engine, world)
 
 
-def test_a_pass_that_shows_rows_the_future_feeds_nothing(world: World) -> None:
-    request = feeding(world, [A, C, D], [0, 1], "cacheblend")
-    assert request.fused is not None
-    strategy = replace(request.fused.strategy, mask="bottom_right")
-    engine, _ = engine_and_pool(world)
-    with engine:
-        answer(engine.submit(replace(request, fused=replace(request.fused, strategy=strategy))))
-        answer(engine.submit(replace(feeding(world, [A, C, D], [0, 1]), use_tree=False)))
-        assert not in_tree(engine)
-        at_rest(engine, world)
-
-
 @pytest.mark.parametrize("way", ["streamed", "joined"])
 def test_what_was_deleted_since_it_was_found_is_not_brought_back(world: World, way: str) -> None:
     request = feeding(world, [A, C, D], [0, 1])

@@ -1,6 +1,5 @@
 """When a fused prompt waits for its bytes, and how it is computed: the rules."""
 
-from dataclasses import replace
 from itertools import product
 
 from kvweave.engine.chunk_loader import waits_outside
@@ -32,5 +31,3 @@ def test_which_prompts_run_in_slices_beside_others() -> None:
         assert not runs_in_slices(in_flight, **situation), "its pass chooses the rows"
         at_once = alone and (travels or not arrived or not guess)
         assert runs_in_slices(sliced, **situation) is not at_once
-    masked = replace(sliced, mask="bottom_right")
-    assert not runs_in_slices(masked, **dict.fromkeys(names, False))

@@ -7,7 +7,6 @@ and no row ever sees what stands behind it.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,8 @@ from torch import Tensor
 from kvweave.fuse.drift import Drift
 from kvweave.fuse.encode.chunk_pass import encode_chunks
 from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.fused_pass import LayerLook, Mask, fused_pass
+from kvweave.fuse.fused_pass import LayerLook, fused_pass
 from kvweave.fuse.request import State, budget
-from kvweave.fuse.strategy import NAMES, Strategy
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
@@ -122,49 +120,31 @@ def test_stitched_keys_of_layer_0_equal_exact_ones(any_world: World) -> None:
 def test_a_later_chunk_never_changes_an_earlier_recomputed_row(
     any_world: World, drift: bool
 ) -> None:
-    before, after = leak_probe(any_world, "exact", drift=drift)
+    before, after = leak_probe(any_world, drift=drift)
     # not bit by bit: experts group other rows, and products round by their shape
     assert_same_kv(before, after, slice(0, any_world.request.spans[3].start), tolerance=1e-5)
-
-
-def test_the_bottom_right_mask_leaks_and_only_into_context_rows(any_world: World) -> None:
-    before, after = leak_probe(any_world, "bottom_right")
-    deep = any_world.decoder.spec.num_layers - 1
-    assert (before.keys[deep] - after.keys[deep])[ROWS].abs().max() > 1e-3
-    assert_same_kv(before, after, ROWS, layers=[0])
-    # question rows end the prompt, so with nothing recomputed both masks are one
-    fused = [any_world.fuse("reuse", 0.0, mask)[1] for mask in ("exact", "bottom_right")]
-    assert_same(*fused)
-
-
-def test_no_strategy_has_the_bottom_right_mask_by_default(world: World) -> None:
-    assert {world.strategy(name).mask for name in NAMES} == {"exact"}
-    for function in (Strategy, fused_pass):
-        assert signature(function).parameters["mask"].default == "exact"
 
 
 ROWS = [8, 9, 17, 20, 30]  # in every chunk but the last
 
 
-def leak_probe(world: World, mask: Mask, drift: bool = False) -> tuple[Prefilled, Prefilled]:
+def leak_probe(world: World, drift: bool = False) -> tuple[Prefilled, Prefilled]:
     """The same rows recomputed before two last chunks."""
     changed = [(i + 1) % VOCABULARY for i in world.chunks[3]]
     worlds = [
         replace(world, chunks=[*world.chunks[:3], last], extras={}, first_is_exact=False)
         for last in (world.chunks[3], changed)
     ]
-    both = [recompute(w, [*ROWS, w.request.spans[3].start + 2], mask, drift) for w in worlds]
+    both = [recompute(w, [*ROWS, w.request.spans[3].start + 2], drift) for w in worlds]
     return both[0], both[1]
 
 
-def recompute(
-    world: World, chosen: Sequence[int], mask: Mask = "exact", drift: bool = False
-) -> Prefilled:
+def recompute(world: World, chosen: Sequence[int], drift: bool = False) -> Prefilled:
     kv = world.decoder.new_kv(1)
     stitched = world.stitched(kv)
     mover = Drift(world.decoder, world.request, chosen) if drift else None
     rows = sorted({*chosen, *world.request.must_compute})
-    passed = fused_pass(stitched, rows, drift=mover, mask=mask)
+    passed = fused_pass(stitched, rows, drift=mover)
     return prefilled(world.decoder, passed.logits, kv)
 
 

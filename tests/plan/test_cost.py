@@ -19,14 +19,12 @@ def make_costs(
     token_s: float = 0.001,
     latency_s: float = 0.0,
     pending: int = 0,
-    queue_s: float = 0.0,
-    layer0_free: bool = True,
 ) -> CostModel:
     """Every token costs the same, cached or not: easy to check by hand."""
     grid = Grid((0,), (1, 1000), [[token_s, 1000 * token_s]])
     links = {"disk": TierLink(bytes_per_s, latency_s), "host": TierLink(1e12)}
     profile = MachineProfile("m", "test", layers, grid, grid, links)
-    return CostModel(profile, layer0_free, queue_s, {"disk": pending}, {"disk": 0.0})
+    return CostModel(profile, {"disk": pending}, {"disk": 0.0})
 
 
 def loop(
@@ -53,18 +51,14 @@ def loop(
     rows=st.integers(1, 2000),
     latency=st.floats(0, 0.1),
     pending=st.integers(0, 10**7),
-    queue=st.floats(0, 5),
-    free=st.booleans(),
 )
 def test_three_lines_equal_the_loop_over_layers(
-    layers: int, size: int, rows: int, latency: float, pending: int, queue: float, free: bool
+    layers: int, size: int, rows: int, latency: float, pending: int
 ) -> None:
-    costs = make_costs(layers, 1e7, 0.001, latency, pending, queue, free)
+    costs = make_costs(layers, 1e7, 0.001, latency, pending)
     c = 0.001 * rows / layers
     price = price_fused(costs, EPIC, rows, 4000, 1, 1000, {"disk": size})
-    first = 1 if free and layers > 1 else 0
-    layer_bytes = [0.0] * first + [size / (layers - first)] * (layers - first)
-    expected = loop(layers, queue, pending / 1e7, layer_bytes, 1e7, latency, c)
+    expected = loop(layers, 0.0, pending / 1e7, [size / layers] * layers, 1e7, latency, c)
     assert price.seconds == pytest.approx(expected, rel=1e-6)
 
 
@@ -79,14 +73,6 @@ def test_a_fast_link_is_hidden_and_a_slow_one_is_named() -> None:
     assert slow.seconds == pytest.approx(10 + 0.05)
 
 
-def test_a_queue_ahead_hides_loading() -> None:
-    loads = {"disk": 1_000_000}
-    alone = make_costs().prefix(500, 1000, loads)
-    queued = make_costs(queue_s=2.0).prefix(500, 1000, loads)
-    assert alone.seconds > alone.compute_s + 0.5
-    assert queued.seconds == pytest.approx(2.5)
-
-
 def test_bytes_others_wait_for_come_first() -> None:
     assert make_costs(pending=10**6).prefix(500, 1000, {"disk": 10}).seconds > 1.0
 
@@ -97,15 +83,15 @@ def test_a_probe_and_its_evidence_delay_the_start() -> None:
     plain = price_fused(costs, EPIC, 100, 1000, 50, 800, loads).seconds
     probing = StrategyInfo("q", probe_layers=5)
     assert price_fused(costs, probing, 100, 1000, 50, 800, loads).seconds == pytest.approx(
-        plain + 0.025
+        plain + 0.025, abs=2e-4
     )
     looking = StrategyInfo("f", selection_bytes_per_token=1000.0)
     assert price_fused(costs, looking, 100, 1000, 50, 800, loads).seconds == pytest.approx(
-        0.8 + 0.1
+        0.8 + 0.1, abs=2e-4
     )
     scoring = StrategyInfo("s", score_s_per_token=0.001)
     assert price_fused(costs, scoring, 100, 1000, 50, 800, loads).seconds == pytest.approx(
-        plain + 0.8
+        plain + 0.8, abs=2e-4
     )
 
 

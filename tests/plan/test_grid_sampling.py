@@ -83,19 +83,6 @@ def test_a_machine_that_is_busy_most_of_the_time_is_priced_as_when_it_is_not() -
     assert grid.at(0, 1024) == pytest.approx(seconds(0, 1024), rel=0.02)
 
 
-def test_other_work_shows_in_the_spread_of_the_samples() -> None:
-    quiet, busy = Machine(), Machine()
-    busy.stalls = {n for n in range(30) if n % 5 > 1}
-    spreads = []
-    for machine in (quiet, busy):
-        sampling = CrossSampling(machine, XS, YS, 0, 1e9)
-        while sampling.step(machine.clock):
-            pass
-        spreads.append(sampling.spread)
-    assert spreads[0] == pytest.approx(1.0)
-    assert spreads[1] > 2
-
-
 def test_no_run_is_longer_than_may_be_and_the_rest_follows_from_short_ones() -> None:
     machine = Machine()
     sampling = CrossSampling(machine, XS, (16, 64, 128, 1024), 0, 1e9, longest_s=0.1)
@@ -104,18 +91,6 @@ def test_no_run_is_longer_than_may_be_and_the_rest_follows_from_short_ones() -> 
     assert max(y for _, y in machine.runs) == 64, "128 rows take 0.13 s"
     grid = grid_of(sampling.samples(), XS, in_slices=True)
     assert grid.at(0, 1024) == pytest.approx(seconds(0, 1024), rel=0.1)
-
-
-def test_a_second_try_pools_its_samples_with_the_first() -> None:
-    machine = Machine(slower=20.0)  # busy all the time
-    sampling = CrossSampling(machine, XS, YS, 0, 1e9)
-    while sampling.step(machine.clock):
-        pass
-    machine.slower = 1.0
-    sampling.more()
-    while sampling.step(machine.clock):
-        pass
-    assert sampling.samples().row[256] == pytest.approx(seconds(0, 256), rel=0.02)
 
 
 def test_grids_that_are_measured_in_turns_share_a_burst_of_other_work() -> None:

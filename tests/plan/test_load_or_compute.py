@@ -8,8 +8,8 @@ from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.hits import find_hits
 from kvweave.plan.layout import lay_out
 from kvweave.plan.load_or_compute import FusedLowerBound, too_slow_links, unhidden_links
-from kvweave.plan.options import Candidate, FusionLimits, price_fused
-from kvweave.plan.plan import Option, Reason
+from kvweave.plan.options import Candidate, price_fused
+from kvweave.plan.plan import Option
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId
 from worlds.plan import on_disk
@@ -81,7 +81,7 @@ def test_no_way_is_priced_below_what_it_cannot_be_below(
         StrategyInfo("w", depth=0.4),
     ):
         hits = find_hits(costs, layout, strategy)
-        outcome = price_fused(costs, layout, hits, strategy, ratio, FusionLimits())
+        outcome = price_fused(costs, layout, hits, strategy, ratio)
         if isinstance(outcome, Candidate):
             assert outcome.option.predicted_s is not None
             above_s = outcome.option.predicted_s + 1e-9
@@ -97,21 +97,17 @@ def test_rows_that_leave_early_are_paid_for_as_parts_of_rows() -> None:
     match = tree.match([part.id for part in parts])
     layout = lay_out(tree.root, match, parts, found, 10, costs.can_load, 0)
 
-    def priced(strategy: StrategyInfo, ratio: float, limits: FusionLimits) -> Option:
+    def priced(strategy: StrategyInfo, ratio: float) -> Option:
         hits = find_hits(costs, layout, strategy)
-        outcome = price_fused(costs, layout, hits, strategy, ratio, limits)
+        outcome = price_fused(costs, layout, hits, strategy, ratio)
         assert isinstance(outcome, Candidate)
         return outcome.option
 
     half, whole = StrategyInfo("half", depth=0.5), StrategyInfo("whole")
-    ours, plain = priced(half, 0.4, FusionLimits()), priced(whole, 0.2, FusionLimits())
+    ours, plain = priced(half, 0.4), priced(whole, 0.2)
     assert ours.predicted_s == pytest.approx(plain.predicted_s)
-    assert ours.rows == priced(whole, 0.4, FusionLimits()).rows > plain.rows
+    assert ours.rows == priced(whole, 0.4).rows > plain.rows
     least = FusedLowerBound(costs, layout)
     limit_s = plain.predicted_s or 0.0
     assert least.is_below(half, 0.4, limit_s + 1e-9)
     assert not least.is_below(whole, 0.4, limit_s + 1e-9)
-    tight = FusionLimits(free_bytes=plain.rows * 100, row_bytes=100)
-    assert price_fused(costs, layout, find_hits(costs, layout, half), half, 0.4, tight) is (
-        Reason.NO_MEMORY
-    )

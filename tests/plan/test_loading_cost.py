@@ -59,9 +59,19 @@ def test_slow_loads_are_forgotten_one_by_one_the_highest_first() -> None:
     assert paid.share(UNCHECKED, FORGET_S - 1) == pytest.approx(3.0)
     assert paid.share(UNCHECKED, FORGET_S) == pytest.approx(2.0)
     assert paid.share(UNCHECKED, 2 * FORGET_S) == UNCHECKED
-    assert paid.share(UNCHECKED, 99 * FORGET_S) == UNCHECKED
     paid.observe(LOAD, 0.5 + 4.0, 2 * FORGET_S)
     assert paid.shares == pytest.approx([2.0, 4.0]), "what was forgotten stays forgotten"
+
+
+def test_a_tier_that_nobody_loads_from_gets_cheaper_until_one_request_tries() -> None:
+    silent, told_twice = PaidShares(at_s=5.0), told(3.0, 3.0, at_s=5.0)
+    assert silent.share(UNCHECKED, 5.0 + FORGET_S - 1) == UNCHECKED
+    assert silent.share(UNCHECKED, 5.0 + FORGET_S) == UNCHECKED / 2
+    assert told_twice.share(UNCHECKED, 5.0 + 2 * FORGET_S) == UNCHECKED
+    assert told_twice.share(UNCHECKED, 5.0 + 4 * FORGET_S) == UNCHECKED / 4
+    silent.observe(LOAD, 0.5 + 2.0, 5.0 + 9 * FORGET_S)
+    assert silent.share(UNCHECKED, 5.0 + 9 * FORGET_S) == UNCHECKED, "it told: back to the start"
+    assert PaidShares().share(UNCHECKED, 1e9) == UNCHECKED, "since when is not known"
 
 
 def test_shares_of_a_clock_that_was_set_back_lock_no_tier_out() -> None:
@@ -73,13 +83,13 @@ def test_shares_of_a_clock_that_was_set_back_lock_no_tier_out() -> None:
     assert paid.shares == pytest.approx([0.2])
 
 
-def costs(share: float | None = None, **more: float) -> CostModel:
+def costs(share: float | None = None) -> CostModel:
     """A millisecond per token; a megabyte is a second from disk and a tenth from host."""
     grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
     links = {"disk": TierLink(1e6), "host": TierLink(1e7)}
     shares = {} if share is None else {"disk": share}
     profile = MachineProfile("m", "test", 10, grid, grid, links)
-    return CostModel(profile, False, shares=shares, **more)
+    return CostModel(profile, shares=shares)
 
 
 LOADS = {"disk": 1_000_000}
@@ -95,12 +105,6 @@ def test_a_share_of_nothing_is_perfect_overlap_and_no_price_is_below_it() -> Non
     assert price_fused(costs(0.0), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
     assert price_fused(costs(0.1), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.05)
     assert price_fused(costs(0.9), EPIC, 500, 1000, 10, 800, LOADS).seconds == pytest.approx(1.49)
-
-
-def test_a_queue_hides_what_nothing_else_does() -> None:
-    waited = costs(1.0, queue_s=0.4).prefix(500, 1000, LOADS).seconds
-    assert waited == pytest.approx(0.5 + 1.1), "it loads while it queues"
-    assert costs(1.0, queue_s=9.0).prefix(500, 1000, LOADS).seconds == pytest.approx(9.5)
 
 
 def test_host_memory_is_hidden_until_seen_otherwise() -> None:

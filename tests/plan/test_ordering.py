@@ -136,33 +136,14 @@ def test_with_an_empty_tree_the_longest_chunk_that_is_exact_first_leads() -> Non
     assert (names(order.chunks), order.how) == (["b90", "x50", "a70"], "first hit")
 
 
-def test_fixed_places_stay_fixed() -> None:
-    world = World(device_tokens=400)
-    world.ask("p70", "b70", "a70")
-    chunks = refs(["p70", "a70", "b70"])
-    order = choose_order(
-        world.tree.root,
-        chunks,
-        AccessTable(),
-        OrderRules(FREE, fixed={0}),
-        matching(world),
-    )
-    assert names(order.chunks) == ["p70", "b70", "a70"]
-    assert names(tree_order(world.tree.root, refs(["a70", "b70", "p70"]), fixed={0})) == [
-        "a70",
-        "b70",
-        "p70",
-    ]
-
-
 POOL = ["a64", "b70", "c80", "d90", "e99", "f65"]
 REQUEST = st.lists(st.sampled_from(POOL), min_size=1, max_size=6, unique=True)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(REQUEST, max_size=6), REQUEST, st.sets(st.integers(0, 5)), st.booleans())
-def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
-    past: list[list[str]], request: list[str], fixed: set[int], common_tail: bool
+@given(st.lists(REQUEST, max_size=6), REQUEST, st.booleans())
+def test_an_order_is_a_permutation_and_never_matches_less(
+    past: list[list[str]], request: list[str], common_tail: bool
 ) -> None:
     world = World(device_tokens=500)
     table = AccessTable()
@@ -171,11 +152,10 @@ def test_an_order_is_a_permutation_with_fixed_points_and_never_matches_less(
         table.push([chunk.id for chunk in refs(earlier)])
     chunks = refs(request)
 
-    worth, rules = matching(world), OrderRules(FREE, fixed, common_tail)
+    worth, rules = matching(world), OrderRules(FREE, common_tail)
     match = worth.exact_tokens
     order = choose_order(world.tree.root, chunks, table, rules, worth)
     assert sorted(order.chunks) == sorted(chunks)
-    assert all(order.chunks[p] == chunks[p] for p in fixed if p < len(chunks))
     assert order.exact_tokens == match(order.chunks) >= match(chunks) == order.given_tokens
 
 

@@ -11,9 +11,8 @@ from kvweave.kv.tree.preamble_view import TreeBehind
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.options import FusionLimits
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, Reuse, SpanKind
+from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, SpanKind
 from kvweave.types import ChunkId
 from worlds.plan import (
     EPIC,
@@ -152,7 +151,6 @@ def test_what_lies_beside_the_layers_is_priced_for_strategies_that_read_it() -> 
         ({"gate": OpenGate()}, Reason.NOT_CALIBRATED),
         ({"gate": OpenGate(epic=None)}, Reason.BOUND_NOT_MET),
         ({"gate": OpenGate(epic=1.0)}, Reason.BOUND_NOT_MET),
-        ({"limits": FusionLimits(row_bytes=1000, free_bytes=100)}, Reason.NO_MEMORY),
         ({"links": {"host": FAST}}, Reason.TIER_UNKNOWN),
     ],
 )
@@ -183,14 +181,10 @@ def test_a_gain_below_ten_percent_or_twenty_milliseconds_is_left() -> None:
     assert why(small, "fused epic") is Reason.GAIN_TOO_SMALL
 
 
-def test_the_request_can_forbid_reuse() -> None:
-    planner = make_planner(stored=on_disk("a300", "b300"))
-    exact = planner.plan(ask("a300", "b300", reuse=Reuse.EXACT))
-    assert why(exact, "fused epic") is Reason.FORBIDDEN
-    off = planner.plan(ask("a300", "b300", reuse=Reuse.OFF))
-    assert off.chosen.name == "full"
-    assert set(kinds(off)) == {"computed"}
-    assert off.spans[1].reason is Reason.FORBIDDEN
+def test_a_request_without_strategies_is_planned_exactly() -> None:
+    plan = make_planner(stored=on_disk("a300", "b300")).plan(ask("a300", "b300", strategies=()))
+    assert plan.strategy is None
+    assert kinds(plan) == ["exact", "computed", "computed", "computed"]
 
 
 def test_the_cheapest_of_several_strategies_is_taken() -> None:
@@ -213,10 +207,6 @@ def test_a_free_order_may_use_a_stored_path_and_a_kept_one_may_not() -> None:
     free = planner.plan(ask("a300", "b300", order=OrderPermission.FREE))
     assert (kept.ordered_by, kept.exact_tokens) == ("given", 4)
     assert (free.ordered_by, free.exact_tokens) == ("tree", 604)
-    off = planner.plan(ask("a300", "b300", order=OrderPermission.FREE, reuse=Reuse.OFF))
-    assert [chunk.id for chunk in off.order] == [c.id for c in ask("a300", "b300").chunks]
-    fixed = planner.plan(ask("a300", "b300", order=OrderPermission.FREE, fixed=frozenset({0})))
-    assert fixed.order == kept.order
 
 
 def test_the_chunks_stand_behind_the_history() -> None:
@@ -253,7 +243,7 @@ def test_behind_a_history_no_chunk_is_exact_from_the_store() -> None:
     assert planner.plan(ask("a300", "b300")).spans[1].kind is SpanKind.EXACT
     plan = planner.plan(ask("a300", "b300", history=tuple(refs(["h50"]))))
     assert kinds(plan) == ["exact", "computed", "fused", "fused", "computed"]
-    exact = planner.plan(ask("a300", history=tuple(refs(["h50"])), reuse=Reuse.EXACT))
+    exact = planner.plan(ask("a300", history=tuple(refs(["h50"])), strategies=()))
     assert kinds(exact) == ["exact", "computed", "computed", "computed"]
     free = ask("x50", "a300", history=tuple(refs(["h50"])), order=OrderPermission.FREE)
     assert planner.plan(free).ordered_by == "given"
@@ -289,17 +279,6 @@ def test_a_longer_path_in_a_slow_tier_does_not_change_the_order() -> None:
     slow, given = slow_planner.plan(request), slow_planner.plan(ask("a300", "b300", "c300"))
     assert slow.ordered_by == "given"
     assert price(slow) == price(given)
-
-
-def test_requests_ahead_hide_loading() -> None:
-    stored, links = on_disk("a300", "b300"), {"disk": 2e6}
-    planner = make_planner(stored=stored, links=links)
-    alone = planner.plan(ask("a300", "b300"))
-    planner = make_planner(stored=stored, links=links, queue_s=5.0)
-    queued = planner.plan(ask("a300", "b300"))
-    full = next(option for option in queued.options if option.name == "full")
-    assert full.predicted_s == pytest.approx(5.0 + 0.614, abs=0.01)
-    assert price(queued) - 5.0 < price(alone)
 
 
 def test_bytes_that_others_wait_for_make_a_tier_slow() -> None:
@@ -359,9 +338,8 @@ POOL = ["a300", "b200", "c100", "d64", "e400"]
     first=st.booleans(),
     speed=st.sampled_from([1e3, 1e5, 1e6, 1e9]),
     ratio=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
-    reuse=st.sampled_from(list(Reuse)),
+    strategies=st.sampled_from([(EPIC,), ()]),
     order=st.sampled_from(list(OrderPermission)),
-    queue_s=st.sampled_from([0.0, 1.0]),
 )
 def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
     past: list[list[str]],
@@ -370,9 +348,8 @@ def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
     first: bool,
     speed: float,
     ratio: float,
-    reuse: Reuse,
+    strategies: tuple[StrategyInfo, ...],
     order: OrderPermission,
-    queue_s: float,
 ) -> None:
     world = World(device_tokens=700, host_tokens=1500)
     for path in past:
@@ -382,9 +359,8 @@ def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
         on_disk(*stored, first=first),
         {"disk": speed, "host": speed * 10},
         gate=OpenGate(epic=ratio),
-        queue_s=queue_s,
     )
-    plan = planner.plan(ask(*names, reuse=reuse, order=order))
+    plan = planner.plan(ask(*names, strategies=strategies, order=order))
     ends = 0
     for span in plan.spans:
         assert span.start == ends
@@ -397,11 +373,12 @@ def test_a_plan_covers_the_prompt_and_is_never_dearer_than_full_prefill(
     assert full.predicted_s is not None
     assert plan.chosen.predicted_s <= full.predicted_s
     assert plan.chosen in plan.options
-    if reuse is not Reuse.AUTO or ratio >= 1.0:
+    if not strategies or ratio >= 1.0:
         assert plan.strategy is None
     loaded = sum(span.load_bytes for span in plan.spans)
     assert loaded == plan.chosen.load_bytes
-    assert price(plan) <= price(planner.plan(ask(*names, reuse=reuse))) + 1e-12, "the given order"
+    given = planner.plan(ask(*names, strategies=strategies))
+    assert price(plan) <= price(given) + 1e-12, "the given order"
     exact_rows = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.COMPUTED)
     fused = sum(s.num_tokens for s in plan.spans if s.kind is SpanKind.FUSED)
     assert exact_rows <= plan.chosen.rows <= exact_rows + fused

@@ -77,11 +77,11 @@ def test_observations_move_the_grid_at_its_edges_too(x: int, y: int) -> None:
 def test_one_outlier_moves_little() -> None:
     grid = make_grid()
     grid.observe(128, 64, 1.5 * seconds(128, 64))
-    assert grid.at(128, 64) == pytest.approx(1.5**0.1 * seconds(128, 64))
+    assert grid.at(128, 64) == pytest.approx(1.5**0.25 * seconds(128, 64))
     for stalled in (100.0, 0.001):
         grid = make_grid()
         grid.observe(128, 64, stalled * seconds(128, 64))
-        assert 0.75 < grid.at(128, 64) / seconds(128, 64) < 1.3
+        assert 0.6 < grid.at(128, 64) / seconds(128, 64) < 1.6
 
 
 @pytest.mark.parametrize("off", [10.0, 0.1])
@@ -94,12 +94,14 @@ def test_a_grid_that_is_ten_times_off_is_back_within_a_dozen_answers_all_of_it(o
     assert 0.6 < grid.at(500, 256) / seconds(500, 256) < 1.6, "though never observed there"
 
 
-def test_a_place_that_is_a_little_off_moves_alone() -> None:
+def test_places_that_are_off_in_opposite_ways_both_come_to_the_truth() -> None:
     grid = make_grid()
-    for _ in range(50):
-        grid.observe(128, 64, 1.5 * seconds(128, 64))
-    assert grid.at(128, 64) == pytest.approx(1.5 * seconds(128, 64), rel=0.01)
-    assert grid.at(512, 256) == seconds(512, 256)
+    for _ in range(200):
+        grid.observe(0, 32, 0.5 * seconds(0, 32))
+        grid.observe(512, 256, 2 * seconds(512, 256))
+    assert grid.at(0, 32) == pytest.approx(0.5 * seconds(0, 32), rel=0.15)
+    assert grid.at(512, 256) == pytest.approx(2 * seconds(512, 256), rel=0.15)
+    assert 0.7 < grid.at(128, 64) / seconds(128, 64) < 1.4, "between them little changed"
 
 
 @given(st.floats(0.05, 20), st.integers(0, 600), st.integers(1, 2000))
@@ -128,7 +130,7 @@ def test_a_link_that_got_slow_is_believed_before_one_that_got_fast() -> None:
         slow.observe(1_000_000, 0.01)  # a tenth of its speed
         fast.observe(1_000_000, 0.0001)  # ten times
     assert slow.bytes_per_s < 0.25e9
-    assert 1.2e9 < fast.bytes_per_s < 2e9
+    assert 1.2e9 < fast.bytes_per_s < 4e9
 
 
 def test_a_profile_from_before_shares_were_learnt_is_read(tmp_path: Path) -> None:
@@ -159,10 +161,9 @@ def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
         "disk/int8": TierLink(3e8, paid=alone, paid_beside=beside),
     }
     profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
-    profile.relation, profile.measured_s, profile.made_with = 1.4, 5.0, "torch 2"
-    profile.spread, profile.doubts = 1.7, ["it was busy"]
+    profile.relation, profile.measured_s = 1.4, 5.0
     profile.saw_exact(0, 256, 1.0)
-    profile.saw_fused(512, 64, 0.5, now_s=7.0)
+    profile.saw_fused(512, 64, 0.5)
     profile.save(tmp_path / "profile.json")
     back = load_profile(tmp_path / "profile.json")
     assert back == profile
@@ -184,7 +185,7 @@ def test_a_grid_whose_axes_do_not_rise_is_refused(xs: tuple[int, ...], ys: tuple
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"relation": 0.0}, {"relation": math.inf}, {"spread": -1}, {"heard": {"told": 3}}]
+    "wrong", [{"relation": 0.0}, {"relation": math.inf}, {"measured_s": -1}, {"heard": {"told": 3}}]
 )
 def test_what_answers_taught_must_be_numbers_too(tmp_path: Path, wrong: dict[str, object]) -> None:
     path = tmp_path / "p.json"
@@ -219,16 +220,24 @@ def test_exact_answers_bring_back_prices_of_recomputing_that_no_fused_one_told_o
 def test_fused_answers_bring_down_prices_of_prefill_that_no_exact_one_told_of() -> None:
     profile = make_profile(prefill=10.0, recompute=10.0)  # busy from first to last run
     for _ in range(20):
-        profile.saw_fused(2000, 300, 0.3, now_s=0.0)
+        profile.saw_fused(2000, 300, 0.3)
     assert profile.recompute.at(2000, 300) == pytest.approx(0.3, rel=0.2)
     assert profile.prefill.at(0, 2000) == pytest.approx(2.0, rel=0.6)
+
+
+def test_an_exact_answer_now_and_then_does_not_leave_prefill_too_dear() -> None:
+    profile = make_profile(prefill=10.0, recompute=10.0)
+    profile.saw_exact(0, 200, 0.2)
+    for _ in range(60):
+        profile.saw_fused(2000, 300, 0.3)
+    assert profile.prefill.at(0, 2000) < 7.0, "it was 20 s"
 
 
 def test_fused_answers_alone_make_prefill_no_dearer() -> None:
     """Whether the machine or fusing got slow is for an exact answer to tell."""
     profile = make_profile()
     for _ in range(20):
-        profile.saw_fused(2000, 300, 3.0, now_s=0.0)
+        profile.saw_fused(2000, 300, 3.0)
     assert profile.recompute.at(2000, 300) == pytest.approx(3.0, rel=0.2)
     assert profile.prefill.at(0, 2000) == pytest.approx(2.0)
 
@@ -237,7 +246,7 @@ def test_prices_that_fused_answers_told_of_lately_do_not_follow() -> None:
     profile = make_profile()
     for _ in range(60):
         profile.saw_exact(0, 1000, 1.0)
-        profile.saw_fused(2000, 300, 1.5, now_s=0.0)  # recomputing is slow here, five times
+        profile.saw_fused(2000, 300, 1.5)  # recomputing is slow here, five times
     assert profile.recompute.at(2000, 300) == pytest.approx(1.5, rel=0.1)
     assert profile.relation == pytest.approx(5.0, rel=0.1)
 
@@ -250,24 +259,25 @@ def test_a_machine_whose_relation_is_known_keeps_it_when_all_of_it_gets_faster()
     assert 0.1 < profile.recompute.at(2000, 300) < 0.3, "it was 1.5 s"
 
 
-def test_a_new_measurement_takes_the_place_of_prices_and_doubts_but_not_of_tiers() -> None:
+def test_a_new_measurement_takes_the_place_of_prices_but_not_of_tiers() -> None:
     old, new = make_profile(10.0, 10.0), make_profile()
     old.links = {"host": TierLink(1.0), "disk": TierLink(5e8)}
-    old.doubts, new.links, new.measured_s = ["busy"], {"host": TierLink(1e10)}, 9.0
+    new.links, new.measured_s = {"host": TierLink(1e10)}, 9.0
     old.saw_exact(0, 1000, 1.0)
     old.renew(new)
-    assert (old.prefill, old.recompute, old.doubts) == (new.prefill, new.recompute, [])
+    assert (old.prefill, old.recompute) == (new.prefill, new.recompute)
     assert (old.measured_s, old.heard.exact) == (9.0, 0)
     assert (old.links["host"].bytes_per_s, old.links["disk"].bytes_per_s) == (1e10, 5e8)
 
 
-def test_recomputing_is_unsure_until_a_few_fused_answers_told_and_again_after_long() -> None:
-    profile = make_profile()
-    for told in range(4):
-        assert profile.is_unsure(now_s=1e9), told
-        profile.saw_fused(2000, 300, 0.3, now_s=1e9)
-    assert not profile.is_unsure(now_s=1e9 + 60)
-    assert profile.is_unsure(now_s=1e9 + 3600)
+def test_a_relation_that_no_fused_answer_confirms_is_forgotten() -> None:
+    """A fused way that was slow once must not be shut out for good."""
+    profile = make_profile(recompute=5.0)
+    profile.relation = 5.0
+    for _ in range(1000):
+        profile.saw_exact(0, 1000, 1.0)
+    assert profile.relation < 1.5
+    assert profile.recompute.at(2000, 300) < 0.8, "it was 1.5 s"
 
 
 def test_threads_that_save_at_once_leave_one_whole_profile(tmp_path: Path) -> None:

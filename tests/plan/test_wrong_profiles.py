@@ -7,7 +7,6 @@ import pytest
 
 from kvweave.plan.plan import Plan
 from kvweave.plan.planner import Planner
-from kvweave.plan.plausibility import correct, find_doubts
 from kvweave.plan.profile import Grid, MachineProfile
 from worlds.plan import ask, make_planner, on_disk
 
@@ -38,7 +37,7 @@ class TrueMachine:
         if plan.strategy is None:
             machine.saw_exact(total - rows, rows, seconds)
         else:
-            machine.saw_fused(total, rows, seconds, planner.now_s())
+            machine.saw_fused(total, rows, seconds)
 
 
 def start(prefill: float, recompute: float, relation: float, ratio: float = 0.15) -> Planner:
@@ -59,7 +58,6 @@ def answer(planner: Planner, machine: TrueMachine, num: int) -> list[Plan]:
     plans = []
     for _ in range(num):
         plan = planner.plan(ask(*NAMES))
-        planner.begun(plan)
         machine.carry_out(planner, plan)
         plans.append(plan)
     return plans
@@ -87,20 +85,10 @@ def test_where_fusing_is_slow_trying_it_costs_little(
 ) -> None:
     """At 15 % a fused prompt takes 1.4, 1.9 and 3.1 times as long as an exact one."""
     planner, machine = start(prefill, recompute, relation), TrueMachine(relation)
-    planner.costs.profile.relation = relation if find_doubts(planner.costs.profile) == [] else 1.0
+    planner.costs.profile.relation = relation  # as answers of both kinds showed before
     plans = answer(planner, machine, 500)
     assert machine.took_s <= 1.05 * machine.exact_s
     assert sum(plan.strategy is not None for plan in plans[-200:]) <= 4
-
-
-@pytest.mark.parametrize("relation", [12.0, 20.0])
-def test_a_slow_machine_whose_profile_was_corrected_by_mistake_loses_little_too(
-    relation: float,
-) -> None:
-    planner, machine = start(1.0, 1.0, relation), TrueMachine(relation)
-    correct(planner.costs.profile)
-    answer(planner, machine, 500)
-    assert machine.took_s <= 1.05 * machine.exact_s
 
 
 def test_a_machine_that_gets_slow_and_fast_again_is_fused_on_most_of_the_time() -> None:

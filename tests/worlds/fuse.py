@@ -14,7 +14,6 @@ from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_ancho
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import Fused, fuse
-from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.prefill import Prefilled as StoredPrefill
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
@@ -135,13 +134,11 @@ class World:
             strategy = replace(strategy, taper=Taper(1, 0.4))
         return strategy
 
-    def fuse(
-        self, strategy: Strategy | str, ratio: float, mask: Mask = "exact"
-    ) -> tuple[Fused, Prefilled]:
+    def fuse(self, strategy: Strategy | str, ratio: float) -> tuple[Fused, Prefilled]:
         if isinstance(strategy, str):
             strategy = self.strategy(strategy)
         kv = self.decoder.new_kv(1)
-        fused = fuse(self.stitched(kv), replace(strategy, mask=mask), ratio)
+        fused = fuse(self.stitched(kv), strategy, ratio)
         return fused, prefilled(self.decoder, fused.logits, kv)
 
     @cached_property

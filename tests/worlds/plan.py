@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.options import FusionLimits
 from kvweave.plan.plan import Plan, PlanRequest, Reason
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
@@ -39,8 +38,6 @@ def make_planner(
     stored: Mapping[str, Stored] | None = None,
     links: Mapping[str, float] | None = None,
     gate: OpenGate | None = None,
-    limits: FusionLimits | None = None,
-    queue_s: float = 0.0,
 ) -> Planner:
     """A token costs a millisecond to compute; links are given in bytes per second."""
     grid = Grid((0,), (1, 1000), [[0.001, 1.0]])
@@ -55,10 +52,9 @@ def make_planner(
 
     return Planner(
         (world or World(device_tokens=5000)).tree,
-        CostModel(profile, queue_s=queue_s),
+        CostModel(profile),
         peek,
         gate or OpenGate(epic=0.1),
-        limits or FusionLimits(),
     )
 
 

@@ -57,8 +57,7 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     console.print(f"{runtime.name} on {machine.device}", style="bold")
     console.print(decoder.weights_detail, soft_wrap=True)
     console.print(_table(machine))
-    for line in words(machine):
-        console.print(line, soft_wrap=True)
+    console.print(words(machine), soft_wrap=True)
     console.print(str(path), style="dim", soft_wrap=True)
 
 
@@ -68,7 +67,6 @@ def document(machine: "MachineProfile") -> dict[str, Any]:
     return {
         "device": machine.device,
         "measured": _date(machine.measured_s),
-        "made_with": machine.made_with or None,
         "prefill": [
             {"tokens": n, "seconds": _rounded(s), "tokens_per_s": _rounded(n / s)}
             for n, s in _prefill(machine)
@@ -92,25 +90,15 @@ def document(machine: "MachineProfile") -> dict[str, Any]:
             }
             for name, link in sorted(machine.links.items())
         },
-        "spread": _rounded(machine.spread),
         "answers": {"exact": machine.heard.exact, "fused": machine.heard.fused},
-        "doubts": machine.doubts,
     }
 
 
-def words(machine: "MachineProfile") -> list[str]:
-    """What the table does not say, in lines."""
-    from kvweave.app.auto.machine_profile import RENEW
-
+def words(machine: "MachineProfile") -> str:
+    """What the table does not say, in a line."""
     heard, when = machine.heard, _date(machine.measured_s) or "at a time that was not kept"
     told = f"{heard.exact:,} exact and {heard.fused:,} fused answers moved it since"
-    lines = [f"measured {when}; {told}"]
-    if machine.spread > 1:
-        lines.append(f"samples: the median was {machine.spread:.2f} times the shortest")
-    lines += [f"doubt: {doubt}" for doubt in machine.doubts]
-    if machine.doubts:
-        lines.append(f"a server measures it again in idle time; or run: {RENEW}")
-    return lines
+    return f"measured {when}; {told}"
 
 
 def _table(machine: "MachineProfile") -> "Table":

@@ -64,10 +64,9 @@ class EngineSequence:
         enter the tree. Of a fused prompt, what came from there and chunks that are computed right
         behind it: their rows see exact rows only, run through every layer and are not moved. The
         store's bytes are none of them, wherever they stand: a codec rounded them."""
-        part = self.request.fused
-        if part is None:
+        if self.request.fused is None:
             return len(self.path)
-        if self.fuse_record is None or part.strategy.mask != "exact":
+        if self.fuse_record is None:
             return 0
         exact = takewhile(
             lambda chunk: chunk.tier == TREE or chunk.state is State.COMPUTED,

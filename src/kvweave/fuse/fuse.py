@@ -96,7 +96,6 @@ def order_fusion(
         in_flight=selected.in_flight,
         leaving=selected.leaving,
         drift=mover,
-        mask=strategy.mask,
     )
     # on its way before the device is waited for
     best = Returning(_best(passed.logits)) if decoder.device.type == "cuda" else None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import Segment
-
-# "bottom_right" shows rows the future, as some published baselines do: docs/fusion.md, Correctness.
-Mask = Literal["exact", "bottom_right"]
 
 
 class LayerLook(NamedTuple):
@@ -74,7 +71,6 @@ def fused_pass(
     in_flight: RowFilter | None = None,
     leaving: TaperedRows | None = None,
     drift: Mover | None = None,
-    mask: Mask = "exact",
 ) -> PassResult:
     """Fill the KV of the whole prompt. `rows` are the positions to compute, ascending, on the host.
 
@@ -127,7 +123,7 @@ def fused_pass(
             at = on_device(keep, decoder.device)
             running, q = running.only(keep, at), q[at]
             steps = steps_of(decoder, steps.hidden[at])
-        seen = running.positions if mask == "exact" else _bottom_right(running, len(ids))
+        seen = running.positions
         segments = [Segment(0, len(seen), keys, values)]
         if layer < last:
             projected = steps.next(layer, attend(q, seen, segments, out=steps.attention_out))
@@ -155,9 +151,3 @@ class _RunningRows(NamedTuple):
     def last(self) -> "_RunningRows":
         angles = Angles(self.angles.cos[-1:], self.angles.sin[-1:])
         return _RunningRows(self.positions[-1:], self.on_device[-1:], angles)
-
-
-def _bottom_right(running: _RunningRows, num_tokens: int) -> Tensor:
-    """The positions that a mask aligned at the bottom right takes the rows for."""
-    num_rows = len(running.positions)
-    return torch.arange(num_tokens - num_rows, num_tokens)

@@ -16,7 +16,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
-from kvweave.fuse.fused_pass import Mask
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selectors import fusionrag
@@ -43,15 +42,13 @@ class Strategy:
     ratio: float  # the default
     drift: float = 0.0  # the rest of each chunk moves by that part of the mean change (drift.py)
     taper: Taper | None = None  # most rows leave before the last layers
-    mask: Mask = "exact"
     reuses: str = "all"  # "all" stored chunks, only the "exact" ones, or "none"
 
     @property
     def can_be_sliced(self) -> bool:
-        """Whether its rows are known before the pass and see only what stands before them, so that
-        they may be computed a few at a time."""
-        chooses_early = self.selector is None or not self.selector.in_flight
-        return chooses_early and self.mask == "exact"
+        """Whether its rows are known before the pass, so that they may be computed a few at a
+        time."""
+        return self.selector is None or not self.selector.in_flight
 
     def depth(self, num_layers: int) -> float:
         """Layers that a recomputed row runs through on average, as a share of all."""

@@ -33,12 +33,6 @@ def compiled(*tensors: Tensor) -> CompiledLibrary | None:
     return library
 
 
-def compiled_words() -> str:
-    """Which compiled kernels run here, for those who keep what they measured."""
-    library = loaded_library()
-    return "no compiled kernels" if library is None else f"compiled kernels {library.name}"
-
-
 @cache
 def has_triton() -> bool:
     return find_spec("triton") is not None

@@ -1,7 +1,6 @@
 """What an option costs, in seconds to the first token, from measured profiles.
 
-Bytes arrive layer by layer while layers before them compute. A queue ahead delays compute but not
-loading.
+Bytes arrive layer by layer while layers before them compute.
 
 That is the least it can take. What is paid is more, by the share of loading that nothing hides
 (`loading_cost.py` has both). Bytes from a tier behind host memory load twice: into it, and from
@@ -78,8 +77,6 @@ class CostModel:
     """Prices of one machine. Pure; cheap enough to be asked a hundred times per request."""
 
     profile: MachineProfile
-    layer0_free: bool = True  # chunk KV of layer 0 is derived from the tokens, not loaded
-    queue_s: float = 0.0  # compute promised to requests ahead
     pending: Mapping[str, int] = field(default_factory=dict)  # bytes others wait for, by tier
     shares: Mapping[str, float] = field(default_factory=dict)  # of loading paid for, by link
 
@@ -89,14 +86,14 @@ class CostModel:
 
     def full(self, total: int) -> Price:
         compute_s = self.profile.prefill.at(0, total)
-        return Price(self.queue_s + compute_s, compute_s, None)
+        return Price(compute_s, compute_s, None)
 
     def prefix(self, exact: int, total: int, loads: Mapping[str, int]) -> Price:
         """`exact` tokens in front, of which `loads` bytes come over each link."""
         compute_s = self.profile.prefill.at(exact, total - exact)
         if not loads:
-            return Price(self.queue_s + compute_s, compute_s, None)
-        least_s, waits_for = self.pipe(loads, layer0_free=False).done(self.queue_s, compute_s)
+            return Price(compute_s, compute_s, None)
+        least_s, waits_for = self.pipe(loads).done(0.0, compute_s)
         return self._paid(least_s, compute_s, waits_for, self.slowest(loads))
 
     def fused(
@@ -125,9 +122,8 @@ class CostModel:
         profile = self.profile
         compute_s = recompute_s
         if strategy.full_width_layers:
-            compute_s += self._full_width_s(strategy, total)
-        asked_s = self.queue_s
-        work_s = compute_s
+            compute_s += self.full_width_s(strategy, total)
+        asked_s, work_s = 0.0, compute_s
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)
@@ -147,16 +143,10 @@ class CostModel:
             waits_for = slow
         return self._paid(least_s, work_s, waits_for, loaded.slowest)
 
-    def fused_at_least(self, strategy: StrategyInfo, rows: int, total: int) -> float:
-        """What `fused` cannot be below: the pass alone, nothing waited for."""
-        return self.queue_s + self.pass_s(strategy, rows, total)
-
-    def pass_s(self, strategy: StrategyInfo, rows: int, total: int) -> float:
-        """Computing `rows` of `total` tokens."""
-        compute_s = self.profile.recompute.at(total, rows)
-        if strategy.full_width_layers:
-            compute_s += self._full_width_s(strategy, total)
-        return compute_s
+    def full_width_s(self, strategy: StrategyInfo, total: int) -> float:
+        """Computing the layers that all tokens run through."""
+        layer_s = self.profile.prefill.at(0, total) / self.profile.num_layers
+        return strategy.full_width_layers * layer_s
 
     def shares_at(self, now_s: float, busy: bool = False) -> dict[str, float]:
         """By link, what requests over it paid for their loading lately. `busy`: beside others; as
@@ -166,11 +156,6 @@ class CostModel:
             share = link.paid.share(_unchecked(name), now_s)
             shares[name] = link.paid_beside.share(share, now_s) if busy else share
         return shares
-
-    def is_unsure(self, name: str, now_s: float, busy: bool) -> bool:
-        """Whether the share of a link is partly a guess."""
-        link = self.profile.link(name)
-        return link is not None and not link.paid_when(busy).is_sure(now_s)
 
     def can_load(self, link: str) -> bool:
         """Whether its speed is known. `link` as `link_name` gives it. What lies on the device does
@@ -182,16 +167,12 @@ class CostModel:
     ) -> LoadSet:
         """Some hits and how they come, for `fused`. Of their bytes so many are no part of a layer
         and come before all of them."""
-        ahead_bytes = extra_bytes_per_token * hit_tokens
-        pipe = self.pipe(loads, self.layer0_free, ahead_bytes)
+        pipe = self.pipe(loads, extra_bytes_per_token * hit_tokens)
         return LoadSet(hit_tokens, loads, sum(loads.values()), self.slowest(loads), pipe)
 
-    def pipe(
-        self, loads: Mapping[str, int], layer0_free: bool, ahead_bytes: float = 0.0
-    ) -> LoadPipe:
+    def pipe(self, loads: Mapping[str, int], ahead_bytes: float = 0.0) -> LoadPipe:
         """`ahead_bytes` of `loads` are no part of a layer and come before all of them."""
         num_layers = self.profile.num_layers
-        num_loaded = num_layers - (1 if layer0_free and num_layers > 1 else 0)
         ahead_share = min(1.0, ahead_bytes / max(1, sum(loads.values()))) if ahead_bytes else 0.0
         arrivals = []
         for name, size_bytes in loads.items():
@@ -199,11 +180,11 @@ class CostModel:
                 continue
             link = self._link(name)
             ahead = ahead_share * size_bytes
-            layer_s = link.latency_s + (size_bytes - ahead) / num_loaded / link.bytes_per_s
+            layer_s = link.latency_s + (size_bytes - ahead) / num_layers / link.bytes_per_s
             pending = self._pending(name)
             ready_s = (pending + ahead) / link.bytes_per_s
             arrivals.append(LinkArrival(name, ready_s, layer_s, pending > 0))
-        return LoadPipe(num_layers, num_loaded, tuple(arrivals))
+        return LoadPipe(num_layers, tuple(arrivals))
 
     def load(self, name: str, size_bytes: int) -> tuple[float, float]:
         """Seconds of a load by itself, to where it is computed with, and the share paid for."""
@@ -237,12 +218,8 @@ class CostModel:
         if slowest is None:
             return Price(least_s, work_s, waits_for)
         link, load_s, share, paid_s = slowest
-        seconds = max(least_s, work_s + max(self.queue_s, paid_s))
+        seconds = max(least_s, work_s + paid_s)
         return Price(seconds, work_s, waits_for, Load(link, load_s, share, work_s, least_s))
-
-    def _full_width_s(self, strategy: StrategyInfo, total: int) -> float:
-        layer_s = self.profile.prefill.at(0, total) / self.profile.num_layers
-        return strategy.full_width_layers * layer_s
 
     def _link(self, name: str) -> TierLink:
         link = self.profile.links.get(name) or self.profile.link(name)

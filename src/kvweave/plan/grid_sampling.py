@@ -1,11 +1,9 @@
 """Few runs for a whole grid of prices: measured along a cross, the rest put together from it.
 
 Other work on the machine makes a run longer, never shorter. So the lower quartile of a point's
-samples counts, samples of one point lie far apart in time, and how far they spread is kept: a busy
-machine shows in it.
+samples counts, and samples of one point lie far apart in time.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -13,7 +11,6 @@ from itertools import pairwise
 from kvweave.plan.profile import Grid
 
 SAMPLES = 5  # of a point, as far as the budget goes
-SHORTEST_S = 0.005  # a run below that spreads on any machine
 LONGEST = 8192  # tokens up to which prices are put together from measured ones
 
 
@@ -66,20 +63,14 @@ class CrossSampling:
         self._run = run
         self._xs, self._ys, self._base = xs, ys, base
         self._middle = ys[len(ys) // 2]
-        self._points = sorted(
+        points = sorted(
             {*((base, y) for y in ys), *((x, self._middle) for x in xs)},
             key=lambda p: (p[1], p[0] != base),
         )
-        self._budget_s = self._left_s = budget_s
+        self._left_s = budget_s
         self._longest_s = longest_s
         self._samples: dict[tuple[int, int], list[float]] = {}
-        self._waiting: list[tuple[int, int]] = []
-        self.more()
-
-    def more(self) -> None:
-        """Sample every point some more times, with a new budget."""
-        self._waiting = self._points * SAMPLES
-        self._left_s = self._budget_s
+        self._waiting = points * SAMPLES
 
     def step(self, now_s: Callable[[], float] = time.perf_counter) -> bool:
         """Make the next run. False: there is none left."""
@@ -94,12 +85,6 @@ class CrossSampling:
                 self._left_s -= now_s() - started_s
                 return True
         return False
-
-    @property
-    def spread(self) -> float:
-        """How much longer the median of a point's samples is than the shortest, at most points."""
-        known = [t for t in self._samples.values() if len(t) > 1 and min(t) >= SHORTEST_S]
-        return statistics.median([statistics.median(t) / min(t) for t in known] or [1.0])
 
     def samples(self) -> CrossSamples:
         """What was measured so far: at least two points of the row."""

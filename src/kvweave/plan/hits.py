@@ -1,6 +1,6 @@
 """What the store has of a prompt's chunks, as strategies can use it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE
@@ -84,16 +84,14 @@ def find_hits(costs: CostModel, layout: Layout, strategy: StrategyInfo) -> Store
     )
 
 
-def work_of(
-    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str] = ()
-) -> FusedWork:
-    """What is loaded and computed at a ratio that is paid for. What comes over the links in `tried`
-    is loaded, though computing may be cheaper."""
-    if tried:
-        return _work(costs, hits, total, paid, tried)
+def work_of(costs: CostModel, hits: StoredHits, total: int, paid: float) -> FusedWork:
+    """What is loaded and computed at a ratio that is paid for."""
     work = hits.works.get(paid)
     if work is None:
-        work = hits.works[paid] = _work(costs, hits, total, paid, tried)
+        computed_hits = _hits_to_compute(hits, paid)
+        loaded = loaded_without(costs, hits, computed_hits)
+        recompute_s = costs.profile.recompute.at(total, num_rows(hits, loaded, paid))
+        work = hits.works[paid] = FusedWork(computed_hits, loaded, recompute_s)
     return work
 
 
@@ -103,21 +101,12 @@ def num_rows(hits: StoredHits, loaded: LoadSet, ratio: float) -> int:
     return hits.rows_besides + hits.num_tokens - tokens + row_budget(tokens, ratio)
 
 
-def _work(
-    costs: CostModel, hits: StoredHits, total: int, paid: float, tried: Collection[str]
-) -> FusedWork:
-    computed_hits = _hits_to_compute(hits, paid, tried)
-    loaded = loaded_without(costs, hits, computed_hits)
-    recompute_s = costs.profile.recompute.at(total, num_rows(hits, loaded, paid))
-    return FusedWork(computed_hits, loaded, recompute_s)
-
-
-def _hits_to_compute(hits: StoredHits, ratio: float, tried: Collection[str]) -> frozenset[int]:
+def _hits_to_compute(hits: StoredHits, ratio: float) -> frozenset[int]:
     """Hits that are computed, because loading takes longer and nothing hides it."""
     slow = too_slow_links(hits.unhidden, ratio) if hits.unhidden else ()
     if not slow:
         return NONE
-    return frozenset([i for i, link in hits.links.items() if link in slow and link not in tried])
+    return frozenset([i for i, link in hits.links.items() if link in slow])
 
 
 def loaded_without(costs: CostModel, hits: StoredHits, computed_hits: frozenset[int]) -> LoadSet:

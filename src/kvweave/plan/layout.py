@@ -66,8 +66,9 @@ class Layout(NamedTuple):
         kind = SpanKind.COMPUTED
         return Span(kind, start, self.question_tokens, None, Reason.ALWAYS, exact_after=exact_after)
 
-    def all_computed(self, reason: Reason) -> tuple[Span, ...]:
-        """Full prefill, and why."""
+    def all_computed(self) -> tuple[Span, ...]:
+        """Full prefill."""
+        reason = Reason.FULL_IS_FASTER
         spans = [computed(self.preamble, Reason.ALWAYS)]
         spans.extend(computed(span, reason) for span in self.path)
         start = self.preamble.num_tokens + sum(span.num_tokens for span in self.path)

@@ -92,9 +92,9 @@ class FusedLowerBound:
     def is_below(self, strategy: StrategyInfo, ratio: float, limit_s: float) -> bool:
         """Whether an option may take less than `limit_s`."""
         paid = ratio * strategy.depth
-        besides_s = self._costs.queue_s
+        besides_s = 0.0
         if strategy.full_width_layers:  # all else is the same for most strategies
-            besides_s = self._costs.fused_at_least(strategy, 0, self._total)
+            besides_s = self._costs.full_width_s(strategy, self._total)
         at_least_s = self._known.get(paid)
         if at_least_s is None:
             at_least_s = self._known[paid] = self._recompute_s(paid)

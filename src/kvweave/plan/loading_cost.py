@@ -21,9 +21,9 @@ first request that compiles kernels, changes nothing; two slow loads count at on
 are believed.
 
 A share that makes every plan compute gets no new observations. So it is forgotten: every `FORGET_S`
-without one the highest is dropped, until loading is tried again; where it loses even at what stands
-for the unknown, by a rare trial (`trial.py`). After a clock was set back, the age of a share cannot
-be told: all of them are forgotten at once.
+without one the highest is dropped, and once all are, what stands for the unknown is halved, until
+loading is tried again. After a clock was set back, the age of a share cannot be told: all of them
+are forgotten at once.
 
 Alone, a request computes while its layers come. Beside others it gets all its bytes first, and what
 that took is known though its steps were shared: work + what it waited for bytes. Two numbers, so a
@@ -45,7 +45,7 @@ class Load(NamedTuple):
 
     link: str  # of several, the one that is paid for longest
     seconds: float  # by itself, to where it is computed with, as the link has been lately
-    share: float  # of them that the price holds, as far as no queue hides it
+    share: float  # of them that the price holds
     work_s: float  # all else: choosing rows and computing
     least_s: float  # the whole price, were all of the load hidden that can be
 
@@ -60,18 +60,18 @@ class PaidShares:
     """The shares that the last requests over one link paid. For one thread at a time."""
 
     shares: list[float] = field(default_factory=list)  # newest last
-    at_s: float = 0.0  # Unix time of the newest
+    at_s: float = 0.0  # Unix time of the newest, or since when the link is known; 0: not known
 
     def share(self, unchecked: float, now_s: float) -> float:
         """What the next request should expect. `unchecked` stands for what is not known."""
-        if not self.shares:
-            return unchecked
         known = self._known(now_s)
-        return sorted([*known, *[unchecked] * (WINDOW - len(known))])[-2]
-
-    def is_sure(self, now_s: float) -> bool:
-        """Whether so many told that nothing unknown is left in `share`."""
-        return len(self._known(now_s)) >= WINDOW - 1
+        if known:
+            return sorted([*known, *[unchecked] * (WINDOW - len(known))])[-2]
+        if not self.at_s:
+            return unchecked
+        # nobody loads at that price, or nobody asked: the longer that lasts, the cheaper a try
+        silent = self._num_forgotten(now_s) - len(self.shares)
+        return float(unchecked * 0.5 ** max(0, silent))
 
     def observe(self, load: Load, took_s: float, now_s: float) -> None:
         """A request that loaded over this link took so long, the time of others left out."""
@@ -83,11 +83,14 @@ class PaidShares:
 
     def _known(self, now_s: float) -> list[float]:
         """What is not forgotten, oldest first."""
-        known, age_s = list(self.shares), now_s - self.at_s
-        num_forgotten = len(known) if age_s < -FORGET_S else int(age_s // FORGET_S)
-        for _ in range(min(len(known), num_forgotten)):
+        known = list(self.shares)
+        for _ in range(min(len(known), self._num_forgotten(now_s))):
             known.remove(max(known))
         return known
+
+    def _num_forgotten(self, now_s: float) -> int:
+        age_s = now_s - self.at_s
+        return len(self.shares) if age_s < -FORGET_S else int(age_s // FORGET_S)
 
 
 class LinkArrival(NamedTuple):
@@ -103,14 +106,14 @@ class LoadPipe(NamedTuple):
     """Some bytes, cut into layers, coming over some links at once."""
 
     num_layers: int
-    num_loaded: int  # layers that need bytes: all, or all but the first
     arrivals: tuple[LinkArrival, ...]
 
     def done(self, start_s: float, compute_s: float) -> tuple[float, str | None]:
         """When all is computed, and the link that is slower than that, if one is."""
         done = start_s + compute_s
         waits_for: str | None = None
-        c, num = compute_s / self.num_layers, self.num_loaded
+        num = self.num_layers
+        c = compute_s / num
         for link, ready_s, layer_s, waits in self.arrivals:
             early = ready_s + layer_s + num * c  # held up at the first layer that loads
             late = ready_s + num * layer_s + c  # held up at the last

@@ -4,8 +4,7 @@ Where a tier is slow, single chunks are computed instead of loaded. Which: those
 exact prefix, because computed there they are exact too and push the frontier of exactness on.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
@@ -15,14 +14,6 @@ from kvweave.plan.plan import Option, Reason, Span, SpanKind
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
 MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation
-
-
-@dataclass(frozen=True, slots=True)
-class FusionLimits:
-    """What the device leaves for fusion."""
-
-    row_bytes: int = 0  # KV of one recomputed row, all layers
-    free_bytes: int | None = None  # device memory for recomputed rows; None: enough
 
 
 class Candidate(NamedTuple):
@@ -82,19 +73,14 @@ def price_fused(
     hits: StoredHits,
     strategy: StrategyInfo,
     ratio: float,
-    limits: FusionLimits,
-    tried: Collection[str] = (),
 ) -> Candidate | Reason:
-    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined.
-
-    What comes over a link in `tried` is loaded, though computing may be cheaper.
-    """
+    """Exact prefix, then stored chunks with some rows recomputed. A Reason: declined."""
     if hits.num_tokens < MIN_HIT_TOKENS:
         return _why_few(layout, hits)
 
     paid = ratio * strategy.depth  # a row that leaves early is paid for as a part of one
     total, question = layout.total, layout.question_tokens
-    computed_hits, loaded, recompute_s = work_of(costs, hits, total, paid, tried)
+    computed_hits, loaded, recompute_s = work_of(costs, hits, total, paid)
     best = costs.fused_in(strategy, recompute_s, total, question, loaded)
     if best.waits_for is not None and (best.load is None or best.load.share < 1):
 
@@ -109,8 +95,6 @@ def price_fused(
     if not num_loaded:
         return Reason.TIER_TOO_SLOW
     rows = num_rows(hits, loaded, ratio)
-    if limits.free_bytes is not None and rows * limits.row_bytes > limits.free_bytes:
-        return Reason.NO_MEMORY
     num_chunks = len(layout.path) + len(layout.behind) - layout.num_history
     mixed = num_loaded + bool(layout.first) < num_chunks
     name = f"{'mixed' if mixed else 'fused'} {strategy.name}"

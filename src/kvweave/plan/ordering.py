@@ -6,7 +6,7 @@ the question, so the same chunks come in ever new orders; where the caller gives
 order is used only if it matches clearly more exact tokens than the given one and is not priced
 above it: a longer path that lies in a slow tier is no gain.
 
-Only chunks move. The preamble, the history, the question and fixed places stay where they are.
+Only chunks move. The preamble, the history and the question stay where they are.
 """
 
 from collections import Counter, deque
@@ -81,38 +81,32 @@ class Ordering(NamedTuple):
 
 
 def frequency_order(
-    chunks: Sequence[ChunkRef], table: AccessTable, fixed: Collection[int] = ()
+    chunks: Sequence[ChunkRef], table: AccessTable, stay: int = 0
 ) -> tuple[ChunkRef, ...]:
-    """Most retrieved first. Ties by chunk id, which is the same on every machine.
+    """Most retrieved first, behind the first `stay` chunks. Ties by chunk id, which is the same on
+    every machine.
 
     Counts are compared in powers of two: two chunks whose counts cross back and forth would
     otherwise swap places and cut off the stored path each time.
     """
-    free = [chunk for place, chunk in enumerate(chunks) if place not in fixed]
-    free.sort()  # by id
+    free = sorted(chunks[stay:])  # by id
     free.sort(key=table.rank)
-    return _around(chunks, free, fixed)
+    return (*chunks[:stay], *free)
 
 
-def tree_order(
-    root: Node, chunks: Sequence[ChunkRef], fixed: Collection[int] = ()
-) -> tuple[ChunkRef, ...]:
+def tree_order(root: Node, chunks: Sequence[ChunkRef]) -> tuple[ChunkRef, ...]:
     """The longest stored path (in tokens) made of these chunks alone, then the rest as given."""
     best: list[Node] = []
     best_tokens = root.end
     visits = 0
-    left = {chunk.id for place, chunk in enumerate(chunks) if place not in fixed}  # may move
+    left = {chunk.id for chunk in chunks}  # not on the path
     path: list[Node] = []
 
     def walk(children: Mapping[ChunkId, Node], left_tokens: int) -> None:
         """`left_tokens` are not yet on the path."""
         nonlocal best, best_tokens, visits
-        place = len(path)
-        is_fixed, next_is_fixed = place in fixed, place + 1 in fixed
-        for chunk_id in [chunks[place].id] if is_fixed else sorted(children.keys() & left):
-            child = children.get(chunk_id)
-            if child is None:
-                continue
+        for chunk_id in sorted(children.keys() & left):
+            child = children[chunk_id]
             if visits >= MAX_VISITS:
                 return
             visits += 1
@@ -120,27 +114,25 @@ def tree_order(
             if end > best_tokens:
                 best, best_tokens = [*path, child], end
             below = child.children
-            if not below or place == last:
+            if not below:
                 continue
             rest = left_tokens - child.num_tokens
             if end + rest <= best_tokens:  # even with all the rest
                 continue
             left.discard(chunk_id)
-            if next_is_fixed or not left.isdisjoint(below):  # most paths end here
+            if not left.isdisjoint(below):  # most paths end here
                 path.append(child)
                 walk(below, rest)
                 path.pop()
-            if not is_fixed:
-                left.add(chunk_id)
+            left.add(chunk_id)
 
-    last = len(chunks) - 1
-    if chunks:
-        walk(root.children, sum([chunk.num_tokens for chunk in chunks]))
+    walk(root.children, sum([chunk.num_tokens for chunk in chunks]))
     by_id = {chunk.id: chunk for chunk in chunks}
-    free = [by_id[node.chunk_id] for node in best if node.chunk_id in left]
-    left.difference_update([chunk.id for chunk in free])
-    free += [chunk for chunk in chunks if chunk.id in left]
-    return _around(chunks, free, fixed)
+    left.difference_update([node.chunk_id for node in best])
+    return (
+        *[by_id[node.chunk_id] for node in best],
+        *[chunk for chunk in chunks if chunk.id in left],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +140,6 @@ class OrderRules:
     """What may move."""
 
     permission: OrderPermission
-    fixed: Collection[int] = ()  # places that must not move
     # Also put what stands behind the match in frequency order. That gains nothing for this request
     # and, in a tree with little room, more for the next ones (bench/ordering.py).
     common_tail: bool = False
@@ -177,23 +168,20 @@ def choose_order(
 
     `root` is where the chunks begin: the preamble's node, or that of the history's last part.
     """
-    fixed, exact_tokens, costs_more = rules.fixed, worth.exact_tokens, worth.costs_more
-    exact_when_first = worth.exact_when_first
+    exact_tokens, costs_more = worth.exact_tokens, worth.costs_more
     given = tuple(chunks)
     given_tokens = exact_tokens(given)
     kept = Ordering(given, given_tokens, given_tokens, "given")
     if rules.permission is OrderPermission.AS_FOUND or len(given) < 2:
         return kept
     candidates = [
-        ("tree", tree_order(root, given, fixed)),
-        ("frequency", frequency_order(given, table, fixed)),
+        ("tree", tree_order(root, given)),
+        ("frequency", frequency_order(given, table)),
     ]
-    if exact_when_first and 0 not in fixed:
-        movable = [c for p, c in enumerate(given) if p not in fixed and c.id in exact_when_first]
-        if movable:
-            first = max(movable, key=lambda chunk: chunk.num_tokens)
-            rest = [c for p, c in enumerate(given) if p not in fixed and c is not first]
-            candidates.append(("first hit", _around(given, [first, *rest], fixed)))
+    firsts = [chunk for chunk in given if chunk.id in worth.exact_when_first]
+    if firsts:
+        first = max(firsts, key=lambda chunk: chunk.num_tokens)
+        candidates.append(("first hit", (first, *[c for c in given if c is not first])))
     best = kept
     for how, order in candidates:
         tokens = exact_tokens(order)
@@ -207,7 +195,7 @@ def choose_order(
     if not rules.common_tail:
         return chosen
     stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
-    order = frequency_order(chosen.chunks, table, {*range(stays), *fixed})
+    order = frequency_order(chosen.chunks, table, stays)
     if order != chosen.chunks and costs_more is not None and costs_more(order, given):
         return chosen
     how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
@@ -222,13 +210,3 @@ def _num_matched(node: Node, chunks: Sequence[ChunkRef]) -> int:
             return num
         node = child
     return len(chunks)
-
-
-def _around(
-    chunks: Sequence[ChunkRef], free: Sequence[ChunkRef], fixed: Collection[int]
-) -> tuple[ChunkRef, ...]:
-    """`free` in this order in the places that are not fixed."""
-    if not fixed:
-        return tuple(free)
-    rest = iter(free)
-    return tuple(chunk if place in fixed else next(rest) for place, chunk in enumerate(chunks))

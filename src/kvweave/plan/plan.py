@@ -11,21 +11,11 @@ from kvweave.plan.ordering import OrderPermission
 from kvweave.types import ChunkId
 
 
-class Reuse(StrEnum):
-    """What the caller allows."""
-
-    OFF = "off"  # full prefill
-    EXACT = "exact"  # only KV that full prefill would have given
-    AUTO = "auto"  # also fused KV, as far as the gate lets it
-
-
 class Reason(StrEnum):
     """Why an option was taken or not, a chunk reused or not. For explain and counters."""
 
     CHEAPEST = "cheapest"
     RETURNS = "this path comes back: computed once, it is exact from then on"
-    TRIAL = "a rare trial: what loading from its tier costs is not known yet"
-    TRIAL_ROWS = "a rare trial: what recomputing rows costs was not seen lately"
     DEARER = "dearer than the chosen one"
     DEARER_IN_THE_END = "cheaper now, dearer in the end: this path comes back"
     GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
@@ -41,8 +31,6 @@ class Reason(StrEnum):
     AUDIT_ROOM = "the audit found room for a smaller ratio"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
-    NO_MEMORY = "not enough device memory for recomputed rows"
-    FORBIDDEN = "the request forbids it"
     UNSUPPORTED = "the model does not support it"
     NO_LAYERS = "needs the model's critical layers: kvweave calibrate layers"
     TIER_UNKNOWN = "the tier was never measured"
@@ -108,12 +96,10 @@ class PlanRequest:
     chunks: tuple[ChunkRef, ...]  # as retrieved
     question_tokens: int  # everything behind the chunks
     order: OrderPermission = OrderPermission.AS_FOUND
-    reuse: Reuse = Reuse.AUTO
     quality_bound: float = 0.02  # nats per token of mean KL
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
     turns: int = 0  # of this conversation before this one whose chunks the history holds
     in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them
-    fixed: frozenset[int] = frozenset()  # places among `chunks` that must not move
     strategies: tuple[StrategyInfo, ...] = ()  # that could fuse it now; none: the plan is exact
 
 

@@ -18,9 +18,9 @@ from kvweave.plan.close_calls import CloseCalls
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
 from kvweave.plan.layout import Stored
-from kvweave.plan.options import Candidate, FusionLimits
+from kvweave.plan.options import Candidate
 from kvweave.plan.ordering import AccessTable, OrderPermission
-from kvweave.plan.plan import Option, Plan, PlanRequest, Reason, Reuse
+from kvweave.plan.plan import Option, Plan, PlanRequest, Reason
 from kvweave.plan.pricing import (
     AllowedStrategy,
     PlanFacts,
@@ -30,7 +30,6 @@ from kvweave.plan.pricing import (
     with_computed,
 )
 from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
-from kvweave.plan.trial import TRIALS, TrialBudget, find_rows_trial, find_trial, with_trial
 from kvweave.types import ChunkId
 
 
@@ -44,8 +43,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans requests of one model and preamble. `plan` is pure; `begun`, `finished` and `took`
-    learn.
+    """Plans requests of one model and preamble. `plan` is pure; `finished` and `took` learn.
 
     For any one thread at a time: the caller brings the lock. The engine thread changes tree and
     store meanwhile, so what a plan read of them may be stale when the engine gets it; the engine
@@ -56,7 +54,6 @@ class Planner:
     costs: CostModel
     peek: ChunkPeek
     gate: Gate = field(default_factory=ClosedGate)
-    limits: FusionLimits = field(default_factory=FusionLimits)
     is_tree_full: Callable[[], bool] = _never  # then chunks that may move share more paths
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
@@ -66,7 +63,6 @@ class Planner:
     pending_bytes: Callable[[], Mapping[str, int]] = _nothing  # being loaded for others, by tier
     is_busy: Callable[[], bool] = _never  # whether others would run beside a request, now
     now_s: Callable[[], float] = time.time
-    trials: TrialBudget = field(default_factory=TrialBudget)
 
     def plan(self, request: PlanRequest) -> Plan:
         """The cheapest option that request and gate allow."""
@@ -74,22 +70,13 @@ class Planner:
         stored = self.peek([part.id for part in (*request.history, *chunks)])
         shape = _shape(request, stored, self.tree.root.num_tokens)
         allowed, declined = self._allowed(request, shape)
-        now_s, busy = self.now_s(), self.is_busy()
-        facts = PlanFacts(self.tree, self._costs(now_s, busy), stored, allowed, self.limits)
+        facts = PlanFacts(self.tree, self._current_costs(), stored, allowed)
         permission, order_kept = self._permission(request, shape)
         pricing = RequestPricing(request, chunks, facts, permission)
         ordering = pricing.order(self.accesses, self.is_tree_full())
         priced = pricing.price(ordering.chunks)
         taken, options = priced.chosen, priced.options()
-        if allowed and self.trials.is_due:
-            links = {copy.link for copies in stored.values() for copy in copies}
-            unsure = {link for link in links if self.costs.is_unsure(link, now_s, busy)}
-            trial = find_trial(pricing.at(ordering.chunks), unsure, busy)
-            if trial is None and not busy and self.costs.profile.is_unsure(now_s):
-                trial = find_rows_trial(pricing.at(ordering.chunks), self.costs, request.strategies)
-            if trial is not None:
-                taken, options = trial, with_trial(options, trial)
-        if taken.strategy is not None and taken is priced.chosen:
+        if taken.strategy is not None:
             computed = self._computed_once(request, ordering.chunks, priced, facts.costs)
             if computed is not None:
                 options = with_computed(options, taken, computed)
@@ -150,10 +137,6 @@ class Planner:
         self.turns.push(request.turns > 0)
         self.returns.push([part.id for part in (*request.history, *plan.order)])
 
-    def begun(self, plan: Plan) -> None:
-        """A request sets out as this plan says."""
-        self.trials.begun(trial=plan.chosen.reason in TRIALS)
-
     def took(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
         """A plan was carried out as it says, in so many seconds: what did loading cost? `beside`:
         while others ran, whose time is not among them."""
@@ -174,15 +157,10 @@ class Planner:
         is_over = verdict.reason is Reason.BOUND_NOT_MET
         return OrderPermission.AS_FOUND, Reason.ORDER_MATTERS if is_over else verdict.reason
 
-    def _costs(self, now_s: float, busy: bool) -> CostModel:
-        costs = self.costs
-        return CostModel(
-            costs.profile,
-            costs.layer0_free,
-            queue_s=costs.queue_s,
-            pending=self.pending_bytes(),
-            shares=costs.shares_at(now_s, busy),
-        )
+    def _current_costs(self) -> CostModel:
+        """The prices with what others load, and with what loading costs now."""
+        shares = self.costs.shares_at(self.now_s(), self.is_busy())
+        return CostModel(self.costs.profile, self.pending_bytes(), shares)
 
     def _allowed(
         self, request: PlanRequest, shape: PromptShape
@@ -191,12 +169,7 @@ class Planner:
         allowed: list[AllowedStrategy] = []
         passed: list[Option] = []
         refused: dict[str, Reason] = {}
-        if request.reuse is Reuse.OFF:
-            return [], []
         for strategy in request.strategies:
-            if request.reuse is not Reuse.AUTO:
-                refused[strategy.name] = Reason.FORBIDDEN
-                continue
             verdict = self.gate.min_ratio(strategy.name, request.quality_bound, shape)
             name = f"fused {strategy.name}"
             passed += [Option(name, None, 0, 0, why, ratio) for ratio, why in verdict.passed]

@@ -1,6 +1,6 @@
 """One request, priced: every option in every order that is asked about, and the one to take."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
@@ -9,7 +9,7 @@ from kvweave.plan.hits import StoredHits, find_hits
 from kvweave.plan.inputs import ReadableTree
 from kvweave.plan.layout import Layout, Stored, lay_out
 from kvweave.plan.load_or_compute import FusedLowerBound
-from kvweave.plan.options import Candidate, FusionLimits, price_fused, price_prefix
+from kvweave.plan.options import Candidate, price_fused, price_prefix
 from kvweave.plan.ordering import (
     AccessTable,
     Ordering,
@@ -18,7 +18,7 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
 )
-from kvweave.plan.plan import Option, PlanRequest, Reason, Reuse
+from kvweave.plan.plan import Option, PlanRequest, Reason
 from kvweave.types import ChunkId
 
 MIN_GAIN_S = 0.020  # an approximation must win by this
@@ -41,7 +41,6 @@ class PlanFacts(NamedTuple):
     costs: CostModel
     stored: Mapping[ChunkId, Sequence[Stored]]
     allowed: Sequence[AllowedStrategy]
-    limits: FusionLimits
 
 
 class PricedOrder(NamedTuple):
@@ -77,17 +76,14 @@ class OrderPricing:
             facts.costs.can_load,
             len(request.history),
         )
-        off = request.reuse is Reuse.OFF
         full = Candidate(
-            Option("full", full_s, layout.total, 0, Reason.CHEAPEST),
-            lambda: layout.all_computed(Reason.FORBIDDEN if off else Reason.FULL_IS_FASTER),
+            Option("full", full_s, layout.total, 0, Reason.CHEAPEST), layout.all_computed
         )
-        self.queue_s = facts.costs.queue_s
-        self._exact = [full] if off else [full, *price_prefix(facts.costs, layout)]
+        self._exact = [full, *price_prefix(facts.costs, layout)]
         self.exact_s = min([price_of(candidate) for candidate in self._exact])
         self._close = {each.strategy.name: each.close for each in facts.allowed}
         # by which an approximation must beat it
-        self.needed_s = max(MIN_GAIN_SHARE * (self.exact_s - self.queue_s), MIN_GAIN_S)
+        self.needed_s = max(MIN_GAIN_SHARE * self.exact_s, MIN_GAIN_S)
         self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
         self._fused: dict[str, Candidate | Reason] = {}
         self._priced: PricedOrder | None = None
@@ -99,27 +95,17 @@ class OrderPricing:
             outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
         return outcome
 
-    def loading(self, links: Collection[str]) -> Iterator[Candidate]:
-        """The fused options that load what comes over these links, whatever it takes."""
-        for strategy, ratio, *_ in self._facts.allowed:
-            outcome = self._price_fused(strategy, ratio, links)
-            if isinstance(outcome, Candidate):
-                yield outcome
-
-    def _price_fused(
-        self, strategy: StrategyInfo, ratio: float, tried: Collection[str] = ()
-    ) -> Candidate | Reason:
-        costs, layout, limits = self._facts.costs, self.layout, self._facts.limits
+    def _price_fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
+        costs, layout = self._facts.costs, self.layout
         kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
         hits = self._hits.get(kind)  # the same for all that want the same copies
         if hits is None:
             hits = self._hits[kind] = find_hits(costs, layout, strategy)
-        priced = price_fused(costs, layout, hits, strategy, ratio, limits, tried)
+        priced = price_fused(costs, layout, hits, strategy, ratio)
         close = self._close.get(strategy.name, 0.0)
         if not close or not isinstance(priced, Candidate):
             return priced
-        again_s = close * (self.exact_s - self.queue_s)
-        return priced._replace(option=priced.option._replace(again_s=again_s))
+        return priced._replace(option=priced.option._replace(again_s=close * self.exact_s))
 
     def priced(self) -> PricedOrder:
         """Every option, and the cheapest; but an approximation must win clearly, or the best exact
@@ -166,9 +152,8 @@ class RequestPricing:
         """The order to answer in: never one that is priced above the given one."""
         request, tree, stored = self._request, self._facts.tree, self._facts.stored
         start = self._chunks_begin_at()
-        permission = self._permission
-        if request.reuse is Reuse.OFF or start is None:  # then no order matches more than another
-            permission = OrderPermission.AS_FOUND
+        # behind a history that is not in the tree no order matches more than another
+        permission = OrderPermission.AS_FOUND if start is None else self._permission
         first: dict[ChunkId, int] = {}  # exact right behind the preamble
         for chunk in self._chunks if not request.history else ():
             for copy in stored.get(chunk.id, ()):
@@ -183,7 +168,7 @@ class RequestPricing:
                 return tokens
             return tokens + first.get(order[0].id, 0)
 
-        rules = OrderRules(permission, self._fixed(), tail)
+        rules = OrderRules(permission, tail)
         worth = OrderWorth(exact_tokens, first.keys(), self.costs_more)
         return choose_order(start or tree.root, self._chunks, table, rules, worth)
 
@@ -255,14 +240,6 @@ class RequestPricing:
                 return None
             node = child
         return node
-
-    def _fixed(self) -> frozenset[int]:
-        """Places that must not move; they shift where a chunk was given twice."""
-        given, fixed, chunks = self._request.chunks, self._request.fixed, self._chunks
-        if len(chunks) == len(given) or not fixed:
-            return fixed
-        kept = {given[place].id for place in fixed if place < len(given)}
-        return frozenset(place for place, chunk in enumerate(chunks) if chunk.id in kept)
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:

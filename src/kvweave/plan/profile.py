@@ -1,13 +1,14 @@
 """What things cost on this machine: measured grids, links, and how they follow what happens.
 
-A profile belongs to one model on one machine. It is measured (`grid_sampling.py`), looked at for
-what cannot be (`plausibility.py`), saved as JSON, and moved by every finished request and transfer,
-so that a machine under load is priced as it is.
+A profile belongs to one model on one machine. It is measured (`grid_sampling.py`), saved as JSON,
+and moved by every finished request and transfer: a price is a moving mean of what work of its kind
+took. So what was measured on a busy machine is put right by answers.
 
 Exact answers tell what prefill costs, fused ones what recomputing rows costs. Where only one kind
 comes, the other's prices would stay wrong for ever: a fused way that is priced too dear is never
 taken. So prices that no answer told of for `LONG_AGO` answers follow the others', by the relation
-of the two that was measured, and that answers of both kinds correct. Prefill follows downwards
+of the two. Recomputing is the same work as prefilling as many rows: the relation is 1 until answers
+of both kinds say otherwise, and returns to 1 while no fused one does. Prefill follows downwards
 only: where fused answers get slow, an exact one is to tell whether all of the machine did.
 """
 
@@ -21,19 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.errors import ConfigError
-from kvweave.plan.loading_cost import FORGET_S, PaidShares
+from kvweave.plan.loading_cost import PaidShares
 
-GAIN = 0.1  # weight of the newest observation in every moving estimate
-SURPRISE = 2.0  # an answer that took so many times its price, or less than one over it
-SETTLED = 1.2  # so near the price must come before surprises in a row are over
-MOST_GAIN = 0.5  # after several surprises in a row, and for the first word after long silence
-FARTHEST = 10.0  # what took longer than so many times its price says nothing more: a stall
+GAIN = 0.25  # weight of the newest observation in every moving mean
+NEAR = 0.15  # of what an answer moves, the part that moves only prices of prompts like its own
+FARTHEST = 4.0  # what took longer than so many times its price says nothing more: a stall
 LONG_AGO = 20  # answers
 FOLLOW_GAIN = 0.2
 FOLLOW_WITHIN = 1.5  # prices as near as that to what they follow keep their own shape
-ENOUGH_FUSED = 4  # answers, before what recomputing costs is believed; forgotten as shares are
+FORGET = 0.002  # of the relation, in powers, with every exact answer while no fused one comes
+LEAST_RELATION = 0.5  # the same work: below that prefill is priced too dear
 LEAST_TOKENS = 128  # of a prompt whose price says what another kind of prefill would cost
-VERSION = 2  # of what is measured: a profile of another one is measured anew
+VERSION = 3  # of what is measured: a profile of another one is measured anew
 
 
 @dataclass(slots=True)
@@ -47,8 +47,6 @@ class Grid:
     xs: tuple[int, ...]  # cached tokens, or all tokens of the prompt
     ys: tuple[int, ...]  # new tokens, or rows to compute
     seconds: list[list[float]]  # [xs][ys]
-    # answers in a row that took SURPRISE times their price or more; below 0: that much less
-    surprises: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         for name, axis in (("xs", self.xs), ("ys", self.ys)):
@@ -83,28 +81,17 @@ class Grid:
             return w * low[yl] + v * low[yh]
         return (1 - u) * (w * low[yl] + v * low[yh]) + u * (w * high[yl] + v * high[yh])
 
-    def observe(self, x: int, y: int, seconds: float, gain: float = GAIN) -> None:
-        """A real run took so long: move the price there towards it, by `gain` of the way in powers.
-
-        One outlier moves little. Surprises in a row, all too long or all too short, mean that the
-        machine is not what was measured: each counts more than the one before, and the whole grid
-        moves until it fits. Beyond the last of `ys` all of it moves too: its slope would overshoot.
-        """
+    def observe(self, x: int, y: int, seconds: float) -> None:
+        """Move prices towards what a real run took, by GAIN of the way in powers: mostly all of
+        them, because what slows one run down slows down others, and some only near it."""
         expected = self.at(x, y)
         if y <= 0 or expected <= 0 or seconds <= 0:
             return
         error = min(FARTHEST, max(1 / FARTHEST, seconds / expected))
-        usual = SETTLED if abs(self.surprises) > 1 else SURPRISE
-        if 1 / usual <= error <= usual:
-            self.surprises = 0
-        else:
-            way = 1 if error > 1 else -1
-            self.surprises = way * (abs(self.surprises) + 1 if self.surprises * way > 0 else 1)
-        in_a_row = abs(self.surprises)
-        gain = max(gain, min(MOST_GAIN, in_a_row * GAIN))
-        if in_a_row > 1 or gain >= MOST_GAIN or y > self.ys[-1]:
-            self.scale(error**gain)
+        if y > self.ys[-1]:  # the slope of the last points would overshoot
+            self.scale(error**GAIN)
             return
+        self.scale(error ** (GAIN * (1 - NEAR)))
         xl, xh, u = _bracket(self.xs, x)
         yl, yh, v = _bracket(self.ys, y)
         shares: dict[tuple[int, int], float] = {}  # at the edge of the grid corners fall together
@@ -113,7 +100,7 @@ class Grid:
                 shares[i, j] = shares.get((i, j), 0.0) + a * b
         squares = sum(share * share for share in shares.values())
         for (i, j), share in shares.items():
-            self.seconds[i][j] *= error ** (gain * share / squares)
+            self.seconds[i][j] *= error ** (GAIN * NEAR * share / squares)
 
     def scale(self, factor: float) -> None:
         """Everything takes so many times as long."""
@@ -134,14 +121,14 @@ class TierLink:
     def paid_when(self, busy: bool) -> PaidShares:
         return self.paid_beside if busy else self.paid
 
-    def observe(self, size_bytes: int, seconds: float, gain: float = GAIN) -> None:
+    def observe(self, size_bytes: int, seconds: float) -> None:
         """A transfer finished. Its latency is left out of the bandwidth.
 
         Seconds per byte are averaged, not bytes per second: a tier that got slow is believed soon.
         """
         busy_s = seconds - self.latency_s
         if size_bytes > 0 and busy_s > 0:
-            byte_s = (1 - gain) / self.bytes_per_s + gain * busy_s / size_bytes
+            byte_s = (1 - GAIN) / self.bytes_per_s + GAIN * busy_s / size_bytes
             self.bytes_per_s = 1 / byte_s
 
     def seconds(self, size_bytes: int) -> float:
@@ -156,7 +143,6 @@ class Heard:
     fused: int = 0  # those that moved the prices of recomputing rows
     exact_ago: int = LONG_AGO  # answers since the last of that kind
     fused_ago: int = LONG_AGO
-    fused_s: float = 0.0  # Unix time of the last fused one
 
 
 @dataclass(slots=True)
@@ -175,9 +161,6 @@ class MachineProfile:
     version: int = VERSION
     relation: float = 1.0  # what a row recomputed costs, over one prefilled behind as many tokens
     measured_s: float = 0.0  # Unix time; 0: not known
-    made_with: str = ""  # software that was measured: that of another is outdated
-    spread: float = 1.0  # of the samples: how much longer the median was than the shortest
-    doubts: list[str] = field(default_factory=list)  # why it should be measured again, for people
     heard: Heard = field(default_factory=Heard)
 
     def prefill_s(self, cached: int, new: int) -> float:
@@ -187,17 +170,17 @@ class MachineProfile:
     def saw_exact(self, cached: int, new: int, seconds: float) -> None:
         """A request that computed `new` tokens behind `cached` exact ones took so long."""
         heard, total = self.heard, cached + new
-        self.prefill.observe(cached, new, seconds, _gain(heard.exact_ago))
+        self.prefill.observe(cached, new, seconds)
         heard.exact, heard.exact_ago, heard.fused_ago = heard.exact + 1, 0, heard.fused_ago + 1
         if heard.fused_ago >= LONG_AGO and total >= LEAST_TOKENS:
+            self.relation **= 1 - FORGET
             self.recompute.scale(_towards(1 / self._apart(total, total // 5)))
 
-    def saw_fused(self, total: int, rows: int, seconds: float, now_s: float) -> None:
+    def saw_fused(self, total: int, rows: int, seconds: float) -> None:
         """A request that computed `rows` among `total` tokens took so long for that."""
-        heard, gain = self.heard, _gain(self.heard.fused_ago)
-        self.recompute.observe(total, rows, seconds, gain)
+        heard = self.heard
+        self.recompute.observe(total, rows, seconds)
         heard.fused, heard.fused_ago, heard.exact_ago = heard.fused + 1, 0, heard.exact_ago + 1
-        heard.fused_s = now_s
         if total < LEAST_TOKENS or rows <= 0 or rows > total:
             return
         if heard.exact_ago >= LONG_AGO:  # dearer it gets by an exact answer alone, which comes then
@@ -206,20 +189,15 @@ class MachineProfile:
             prefilled_s = self.prefill.at(total - rows, rows)
             if prefilled_s > 0:
                 error = seconds / prefilled_s / self.relation
-                self.relation *= min(FARTHEST, max(1 / FARTHEST, error)) ** gain
-
-    def is_unsure(self, now_s: float) -> bool:
-        """Whether too few fused answers told lately what recomputing rows costs."""
-        age_s = now_s - self.heard.fused_s
-        return self.heard.fused < ENOUGH_FUSED or not -FORGET_S < age_s < FORGET_S
+                moved = self.relation * min(FARTHEST, max(1 / FARTHEST, error)) ** GAIN
+                self.relation = max(LEAST_RELATION, moved)
 
     def renew(self, measured: "MachineProfile") -> None:
         """Take the prices of computing from a new measurement. Links stay: they are measured when
         something lies there."""
         self.prefill, self.recompute = measured.prefill, measured.recompute
         self.stitch_s, self.relation = measured.stitch_s, measured.relation
-        self.measured_s, self.made_with = measured.measured_s, measured.made_with
-        self.spread, self.doubts = measured.spread, list(measured.doubts)
+        self.measured_s = measured.measured_s
         self.heard = Heard()
         for name, link in measured.links.items():
             self.links.setdefault(name, link).bytes_per_s = link.bytes_per_s
@@ -275,16 +253,12 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
     }
     links = {name: _link_from(link) for name, link in saved["links"].items()}
     stitch_s = float(saved.get("stitch_s", 0.0))
-    heard = Heard(**saved.get("heard", {}))
-    relation, spread = float(saved.get("relation", 1.0)), float(saved.get("spread", 1.0))
-    measured_s = float(saved.get("measured_s", 0.0))
-    if not all(math.isfinite(number) and number >= 0 for number in (spread, measured_s)):
-        raise ValueError("a spread or a time is negative or no number")
+    relation, measured_s = float(saved.get("relation", 1.0)), float(saved.get("measured_s", 0.0))
     if not (math.isfinite(relation) and relation > 0):
         raise ValueError("the relation of recomputing to prefill is not above 0")
     times = [s for grid in grids.values() for row in grid.seconds for s in row]
     speeds = [link.bytes_per_s for link in links.values()]
-    if not all(math.isfinite(s) and s >= 0 for s in (*times, stitch_s)):
+    if not all(math.isfinite(s) and s >= 0 for s in (*times, stitch_s, measured_s)):
         raise ValueError("a time is negative or no number")
     if not all(math.isfinite(speed) and speed > 0 for speed in speeds):
         raise ValueError("a speed is not above 0")
@@ -299,10 +273,7 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         version=int(saved.get("version", 1)),
         relation=relation,
         measured_s=measured_s,
-        spread=spread,
-        made_with=str(saved.get("made_with", "")),
-        doubts=[str(doubt) for doubt in saved.get("doubts", ())],
-        heard=heard,
+        heard=Heard(**saved.get("heard", {})),
     )
 
 
@@ -320,12 +291,6 @@ def _paid_from(saved: Mapping[str, Any], name: str) -> PaidShares:
     if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
         raise ValueError("a share of loading, or its time, is negative or no number")
     return PaidShares(shares, at_s)
-
-
-def _gain(ago: int) -> float:
-    """The first word after long silence counts as much as all that was thought before it. A new
-    profile is as one that was told of `LONG_AGO` answers ago."""
-    return MOST_GAIN if ago >= 2 * LONG_AGO else GAIN
 
 
 def _towards(apart: float) -> float:

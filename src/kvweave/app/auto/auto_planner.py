@@ -107,7 +107,7 @@ class AutoPlanner:
         )
         self._planner = planner = Planner(
             tree,
-            CostModel(self.machine, layer0_free=False),  # layer 0 is stored and loaded like others
+            CostModel(self.machine),
             self._peek,
             gate=AuditedGate(self._gate, ladders, audited),
             unavailable=unavailable,
@@ -199,16 +199,14 @@ class AutoPlanner:
         was_close = plan.strategy is not None and record.strategy != plan.strategy
         if was_close:
             notes.why = WAS_CLOSE
-        if not (timeline.shared or timeline.preempted or was_close):
-            self._measured.took(predicted_s, actual_s)
         notes.keep(record)
         has_front = not prompt.history
         self._kv.saw(prompt.chunks, planned.elsewhere, prompt.as_of, has_front=has_front)
         with self._lock:
-            self._planner.begun(plan)
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             num_returned = self._planner.num_returned(planned.request, plan)
             self._planner.finished(planned.request, plan, was_close=was_close)
+        self._measured.keep_lessons()
         if num_returned:
             self._feeder.feed(prompt, num_returned)
 

@@ -1,7 +1,5 @@
 """What an answer teaches: the machine's prices, the tiers' speeds, what loading really cost."""
 
-import time
-
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.request import Ticket
 from kvweave.fuse.record import JOINED, FuseRecord
@@ -69,7 +67,7 @@ class Lessons:
             # one that leaves early counts as the part of a row that it is priced as
             depth = strategy.depth(self._num_layers)
             rows = counts["computed"] + round(depth * counts["recomputed"])
-            machine.saw_fused(len(record.token_ids), rows, compute_s, time.time())
+            machine.saw_fused(len(record.token_ids), rows, compute_s)
         # nothing was waited for: all of it decoding. What host copies lacked comes from below
         if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
             laid_s = record.stages.load / 1e3 / placed

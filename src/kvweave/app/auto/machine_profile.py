@@ -3,13 +3,11 @@
     <home>/profiles/machine-<decoder>-<device>.json
 
 Measured before a server with knowledge bases is ready, with the first question that asks for
-`reuse="auto"`, or by `kvweave measure`, in seconds; every answer moves it. What was measured on a
-busy machine is measured once more at once and, if that does not help, corrected, called doubtful
-and measured again in idle time (`profile_keeper.py`).
+`reuse="auto"`, by `kvweave measure`, in seconds, or in idle time (`idle_measurement.py`). Every
+answer moves it (`lessons.py`), so that what was measured on a busy machine does not stay wrong.
 """
 
 import logging
-import platform
 import re
 import sys
 import time
@@ -18,11 +16,10 @@ from pathlib import Path
 
 import torch
 
-from kvweave import __version__, paths
+from kvweave import paths
 from kvweave.app.library.library_kv import CODEC
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
-from kvweave.kernels.dispatch import compiled_words
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.types import StoredRows
 from kvweave.kernels.unpack import unpack
@@ -32,7 +29,6 @@ from kvweave.kv.tree.node import HOST
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
 from kvweave.plan.grid_sampling import SAMPLES, CrossSampling, grid_of, measure_in_turns
-from kvweave.plan.plausibility import correct, find_doubts, relation_of
 from kvweave.plan.profile import VERSION, MachineProfile, TierLink, load_profile
 
 log = logging.getLogger(__name__)
@@ -48,7 +44,6 @@ GPU_AXES = ((0, 8192), (32, 512, 4096, 16384), (2048, 8192, 32768), (64, 1024, 6
 # in idle time, run by run, a CPU is measured where a run is short: longer prompts are its slices
 IDLE_AXES = (CACHED, (16, 64, 128), PROMPTS, (32, 64, 128))
 COPIED_BYTES = 32 << 20
-RENEW = "kvweave measure --renew"
 
 Say = Callable[[str], None]
 
@@ -73,8 +68,7 @@ def device_words(decoder: Decoder) -> str:
 
 
 def find_machine(decoder: Decoder, codec: str = CODEC) -> MachineProfile | None:
-    """The saved profile of this decoder on this machine, with what is to be doubted of it; None:
-    there is none that can be used."""
+    """The saved profile of this decoder on this machine. None: there is none that can be used."""
     path = profile_path(decoder, codec)
     if not path.is_file():
         return None
@@ -89,23 +83,7 @@ def find_machine(decoder: Decoder, codec: str = CODEC) -> MachineProfile | None:
     if (found.model, found.num_layers) != (decoder.revision, decoder.spec.num_layers):
         log.warning("%s is of another model", path)
         return None
-    found.doubts = list(dict.fromkeys([*found.doubts, *find_doubts(found), *_outdated(found)]))
     return found
-
-
-def made_with() -> str:
-    """The software that prices depend on."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    kernel = f"{platform.system()} {platform.release()}"
-    software = f"kvweave {__version__}, torch {torch.__version__}, {kernel}, {capability}"
-    return f"{software}, {compiled_words()}"
-
-
-def _outdated(profile: MachineProfile) -> list[str]:
-    now = made_with()
-    if profile.made_with in ("", now):  # "": of a time when that was not kept
-        return []
-    return [f"it was measured with {profile.made_with}; this is {now}"]
 
 
 def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> MachineProfile:
@@ -116,28 +94,9 @@ def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> Machi
     measurement = Measurement(decoder, codec)
     measurement.finish()
     profile = measurement.profile()
-    if profile.doubts:
-        say(f"not plausible ({profile.doubts[0]}); measuring once more …")
-        measurement.more()
-        measurement.finish()
-        profile = measurement.profile()
-    if profile.doubts:
-        correct(profile)
-        warn_of_doubts(profile)
     save(profile, path)
     say(f"measured in {time.perf_counter() - started_s:.1f} s: {path}")
     return profile
-
-
-def warn_of_doubts(profile: MachineProfile) -> None:
-    """One line in the log about a doubtful profile, with the way out."""
-    if profile.doubts:
-        log.warning(
-            "the prices of this machine are doubtful: %s; they are measured again in idle time, or "
-            "run `%s` while nothing else runs",
-            "; ".join(profile.doubts),
-            RENEW,
-        )
 
 
 def save(profile: MachineProfile, path: Path) -> None:
@@ -195,11 +154,6 @@ class Measurement:
         measure_in_turns((self._prefill, self._recompute))
         self._beside = self._lay_and_copy()
 
-    def more(self) -> None:
-        """As many runs again; what was sampled stays."""
-        self._prefill.more()
-        self._recompute.more()
-
     def step(self) -> bool:
         """The next run alone. False: there is none left, and `profile` can be asked."""
         if not self._is_warm:
@@ -216,11 +170,11 @@ class Measurement:
         return False
 
     def profile(self) -> MachineProfile:
-        """What was measured, with what is to be doubted of it."""
+        """What was measured."""
         assert self._beside is not None, "it was finished before"
         stitch_s, host_bytes_per_s = self._beside
         decoder = self._decoder
-        profile = MachineProfile(
+        return MachineProfile(
             decoder.revision,
             device_words(decoder),
             decoder.spec.num_layers,
@@ -229,12 +183,7 @@ class Measurement:
             {HOST.value: TierLink(host_bytes_per_s)},
             stitch_s,
             measured_s=time.time(),
-            made_with=made_with(),
-            spread=max(self._prefill.spread, self._recompute.spread),
         )
-        profile.relation = relation_of(profile)
-        profile.doubts = find_doubts(profile)
-        return profile
 
     def _warm(self) -> None:
         """The first run of all pays for what later ones find warm."""

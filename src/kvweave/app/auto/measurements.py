@@ -2,17 +2,12 @@
 
 import logging
 import threading
+import time
 from copy import deepcopy
 from functools import cached_property
 
-from kvweave.app.auto.machine_profile import (
-    find_machine,
-    new_machine,
-    profile_path,
-    save,
-    warn_of_doubts,
-)
-from kvweave.app.auto.profile_keeper import ProfileKeeper
+from kvweave.app.auto.idle_measurement import IdleMeasurement
+from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
 from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.errors import ConfigError
@@ -21,6 +16,7 @@ from kvweave.plan.profile import MachineProfile
 
 log = logging.getLogger(__name__)
 
+SAVE_EVERY_S = 10.0  # at most: what answers taught outlives a process that is killed
 NOT_CALIBRATED = (
     "this model was never calibrated for this chunk KV, so that only what is exact is reused; "
     "`kvweave calibrate quick --kb DIR` does that in minutes"
@@ -29,7 +25,7 @@ NOT_CALIBRATED = (
 
 class Measurements:
     """Of one model on one machine, for chunk KV of one codec. Any thread, unless a method says
-    otherwise. `close` it to keep what answers taught."""
+    otherwise. `close` it to keep what the last answers taught."""
 
     def __init__(self, runtime: ModelRuntime, codec: str, profile: Profile | None = None) -> None:
         """`profile` stands in for the model's own."""
@@ -40,21 +36,34 @@ class Measurements:
         self._given_profile = profile
         self._machine: MachineProfile | None = None
         self._kept: MachineProfile | None = None  # read for prices alone, before a plan was made
-        self._keeper: ProfileKeeper | None = None
+        self._idle: IdleMeasurement | None = None
         self._is_measured = False
-        self._keeping = threading.Lock()
+        self._starting = threading.Lock()
+        self._saved_s = time.monotonic()
         self.lock = threading.Lock()  # guards what answers move: prices
 
     def settle(self) -> None:
         """Measure no more; the engine still runs. Harmless the second time."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._idle is not None:
+            self._idle.close()
 
     def close(self) -> None:
         """Keep what was learnt of the machine."""
         self.settle()
+        self._save()
+
+    def keep_lessons(self) -> None:
+        """Write what answers taught to the disk, now and then."""
+        now_s = time.monotonic()
+        if now_s - self._saved_s >= SAVE_EVERY_S:
+            self._saved_s = now_s
+            self._save()
+
+    def _save(self) -> None:
         if self._machine is not None:
-            save(self._machine, profile_path(self.decoder, self._codec))
+            with self.lock:
+                kept = deepcopy(self._machine)
+            save(kept, profile_path(self.decoder, self._codec))
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -108,27 +117,16 @@ class Measurements:
         it may measure."""
         if self._machine is None:
             self._machine = self._open()
-            self._keep(self._machine)
         return self._machine
 
     def measure_when_idle(self) -> None:
         """Have a machine that never was measured measured, in idle time and in small pieces. Waits
         for nothing."""
-        if not self.is_measured:
-            self._keep(None)
-
-    def _keep(self, machine: MachineProfile | None) -> None:
-        with self._keeping:
-            if self._keeper is None:
-                self._keeper = ProfileKeeper(
-                    self.decoder, self._codec, self._client, machine, self._renew
-                )
-
-    def took(self, predicted_s: float, actual_s: float) -> None:
-        """An answer took so long that had the engine for itself. Several that were far off put the
-        machine in doubt: it is measured again in idle time."""
-        if self._keeper is not None:
-            self._keeper.took(predicted_s, actual_s)
+        if self.is_measured:
+            return
+        with self._starting:
+            if self._idle is None:
+                self._idle = IdleMeasurement(self.decoder, self._codec, self._client, self._renew)
 
     def _renew(self, measured: MachineProfile) -> None:
         with self.lock:
@@ -141,7 +139,6 @@ class Measurements:
         measured, codec = self._client.measured, self._codec
         kept = find_machine(self.decoder, codec)  # with what answers taught it since
         if kept is not None:
-            warn_of_doubts(kept)
             return kept
         if codec not in measured:
             measured[codec] = new_machine(self.decoder, codec)

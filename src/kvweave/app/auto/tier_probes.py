@@ -14,6 +14,7 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.residency import Peek
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE, HOST
+from kvweave.plan.loading_cost import PaidShares
 from kvweave.plan.profile import TierLink, link_name
 
 WAIT_S = 0.25  # a plan waits for tiers it meets for the first time, all together
@@ -105,7 +106,9 @@ class TierProbes:
             seconds = transfer.seconds().get(tier, 0.0)
         if not sizes or seconds <= 0 or transfer.lost:
             return None
-        return TierLink(sizes[0] / seconds, seen_s=self._now_s())
+        now_s = self._now_s()
+        paid, beside = PaidShares(at_s=now_s), PaidShares(at_s=now_s)
+        return TierLink(sizes[0] / seconds, seen_s=now_s, paid=paid, paid_beside=beside)
 
     def _collect(self) -> None:
         """Take over what finished probes found."""
