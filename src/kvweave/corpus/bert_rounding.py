@@ -10,9 +10,8 @@ nothing for others (MiniLM). A small model stays in float32.
 from collections.abc import Callable, Mapping
 
 from kvweave.kernels.dim_choice import Tap
+from kvweave.kernels.integer_products import integer_kernels, round_linear
 from kvweave.kernels.linear import Linear, Projection
-from kvweave.kernels.native.loading import native_kernels
-from kvweave.kernels.native.product import round_linear
 from kvweave.kernels.rounded import extra_columns, split_dims
 
 LEAST_WEIGHTS = 4_000_000  # of all products: fewer are fast enough in float32
@@ -26,8 +25,8 @@ def round_products(
     a text through the products that it is given."""
     if sum(linear.weight.numel() for linear in exact.values()) < LEAST_WEIGHTS:
         return exact
-    library = native_kernels().library
-    if library is None or not library.has_integers:
+    library = integer_kernels()
+    if library is None:
         return exact
     taps = {name: Tap(linear) for name, linear in exact.items()}
     run(taps)

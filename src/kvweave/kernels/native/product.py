@@ -11,7 +11,6 @@ import ctypes
 import torch
 from torch import Tensor
 
-from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.native.build import BuildError
 from kvweave.kernels.native.fields import ProductFields
 from kvweave.kernels.native.library import CompiledLibrary
@@ -73,16 +72,6 @@ class NativeProduct:
         )  # fmt: skip
         if failed:
             raise MemoryError(f"no memory for {num_rows} rows of {self.in_dim} in 8 bits")
-
-
-def round_linear(
-    linear: Linear, library: CompiledLibrary, parts: Tensor, powers: Tensor | None = None
-) -> Projection:
-    """Return `linear` in 8 bits, dims split into `parts` and evened out by `powers`; `linear`
-    itself where a sum of so many columns might overflow."""
-    if int(parts.sum()) > MOST_COLUMNS:
-        return linear
-    return NativeProduct(round_weight(linear.weight, linear.bias, parts, powers), library)
 
 
 def check(library: CompiledLibrary) -> None:
