@@ -128,7 +128,6 @@ def test_keys_logs_and_knowledge_bases_as_a_process_and_sigterm_stops_in_order(
     *lines, last = err.splitlines()
     assert last == "stopped"
     assert any(line.startswith("kvweave: measuring this machine") for line in lines)
-    # a busy machine is measured once more, and said to be; products that fell behind are, too
     told_s = [n for n, line in enumerate(lines) if line.startswith("kvweave: measured in ")]
     assert told_s
     logged = [json.loads(line) if line.startswith("{") else {} for line in lines]

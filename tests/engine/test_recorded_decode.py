@@ -28,7 +28,6 @@ from kvweave.model.recorded_decode import (
     RecordedDecode,
     StepKind,
     StepResult,
-    is_decode,
     kind_of,
     one_by_one,
     open_recorded,
@@ -75,17 +74,6 @@ def test_batches_are_filled_up_to_a_few_sizes() -> None:
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
     assert all(n <= size < n + 8 for n, size in enumerate(sizes, 1))
     assert [padded_rows(size) for size in sizes] == sizes
-
-
-def test_only_steps_of_one_wanted_row_in_pages_are_decode_steps(decoder: Decoder) -> None:
-    pool = make_pool(decoder)
-    one = decoding(pool, [3], 2)
-    assert is_decode([one, decoding(pool, [4, 1], 6)])
-    assert not is_decode([])
-    assert not is_decode([one, Rows([5, 6], [0, 1], PagedKV(pool, [2]), [1])])
-    assert not is_decode([one, replace(one, wanted=[])]), "a prompt in the middle"
-    assert not is_decode([replace(one, kv=decoder.new_kv(4))]), "dense KV"
-    assert not is_decode([one, replace(one, hook=Still())]), "the last row of a woven prompt"
 
 
 class Still:

@@ -53,18 +53,6 @@ class StepResult(NamedTuple):
     likeliest: Tensor  # [rows] int64, on the device
 
 
-def is_decode(batch: Sequence[Rows]) -> bool:
-    """Whether a step is one row of each sequence that needs logits, without a hook or an early
-    exit."""
-    return bool(batch) and all(
-        len(rows.token_ids) == len(rows.wanted) == 1
-        and isinstance(rows.kv, PagedKV | SegmentedKV)
-        and rows.hook is None
-        and rows.early_exit is None
-        for rows in batch
-    )
-
-
 def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
     """The rows of a step one by one, if a recorded step can compute them so: each sees what stands
     before it all the same. Those of a prompt over shared chunks can, behind all of them: each chunk
@@ -172,9 +160,9 @@ class RecordedDecode:
 
     @torch.inference_mode()
     def play(self, batch: Sequence[Rows], *, may_record: bool = True) -> StepResult | None:
-        """Compute a step that `is_decode`. None: it is not recorded (yet, or because it may not be
-        now), or its sequences hold more chunks than a recording has room for, and nothing was
-        done."""
+        """Compute a step of one wanted row each, in pages, without hooks. None: it is not recorded
+        (yet, or because it may not be now), or its sequences hold more chunks than a recording has
+        room for, and nothing was done."""
         size = padded_rows(len(batch))
         if size > self._most_rows:
             return None

@@ -31,7 +31,6 @@ class Reason(StrEnum):
     AUDIT_ROOM = "the audit found room for a smaller ratio"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
-    UNSUPPORTED = "the model does not support it"
     NO_LAYERS = "needs the model's critical layers: kvweave calibrate layers"
     TIER_UNKNOWN = "the tier was never measured"
     TIER_TOO_SLOW = "computing is faster than loading"

@@ -253,6 +253,7 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
     }
     links = {name: _link_from(link) for name, link in saved["links"].items()}
     stitch_s = float(saved.get("stitch_s", 0.0))
+    version = int(saved.get("version", 1))
     relation, measured_s = float(saved.get("relation", 1.0)), float(saved.get("measured_s", 0.0))
     if not (math.isfinite(relation) and relation > 0):
         raise ValueError("the relation of recomputing to prefill is not above 0")
@@ -270,10 +271,10 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         grids["recompute"],
         links,
         stitch_s=stitch_s,
-        version=int(saved.get("version", 1)),
+        version=version,
         relation=relation,
         measured_s=measured_s,
-        heard=Heard(**saved.get("heard", {})),
+        heard=Heard(**saved.get("heard", {})) if version == VERSION else Heard(),
     )
 
 

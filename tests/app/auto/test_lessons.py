@@ -13,8 +13,8 @@ from kvweave.engine.sampling import Sampling
 from kvweave.fuse.record import JOINED
 from kvweave.kv.config import DiskTierConfig
 from kvweave.plan.plan import Plan
-from kvweave.plan.profile import TierLink
-from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, world
+from kvweave.plan.profile import Grid, MachineProfile, TierLink
+from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, planning_of, world
 from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "world"]
@@ -69,6 +69,22 @@ def test_a_server_that_is_always_busy_learns_what_its_requests_pay(weave: Weave)
     assert share == pytest.approx(waited_s, rel=0.01), "of a second, whatever its steps took"
     ask(weave)
     assert (len(paid.paid.shares), len(paid.paid_beside.shares)) == (1, 1)
+
+
+def test_prices_of_a_server_that_is_always_busy_come_down_too(weave: Weave) -> None:
+    """What was measured under load must not stay: nobody is ever alone there."""
+    machine = planning_of(weave).machine
+    before_s = machine.recompute.at(1000, 100)
+    with company(weave):
+        for _ in range(6):
+            ask(weave)
+    assert machine.heard.fused + machine.heard.exact >= 6
+    assert machine.recompute.at(1000, 100) < before_s / 2
+    cheap = MachineProfile("m", "cpu", 3, *[Grid((0,), (1, 1000), [[1e-9, 1e-6]])] * 2)
+    machine.prefill, machine.recompute = cheap.prefill, cheap.recompute
+    with company(weave):
+        ask(weave)
+    assert machine.recompute.at(1000, 100) == cheap.recompute.at(1000, 100), "never dearer"
 
 
 def test_beside_others_the_price_is_what_those_beside_others_paid(weave: Weave) -> None:

@@ -1,5 +1,8 @@
 """Prices of a machine that was measured under load follow its answers, and are kept on disk."""
 
+import json
+import logging
+
 import pytest
 
 from kvweave import Weave
@@ -42,3 +45,15 @@ def test_a_new_measurement_is_not_overwritten_by_what_an_older_one_learnt(
     kept = find_machine(world.decoder)
     assert kept is not None
     assert kept.measured_s == 2e9
+
+
+def test_a_profile_of_an_earlier_version_is_measured_anew_without_a_warning(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = world.set_machine()
+    saved = json.loads(path.read_text())
+    saved["heard"]["fused_s"] = 0.0
+    path.write_text(json.dumps({**saved, "version": 2, "doubts": ["busy"], "spread": 2.0}))
+    with caplog.at_level(logging.WARNING):
+        assert find_machine(world.decoder) is None
+    assert not caplog.records

@@ -36,8 +36,7 @@ class Lessons:
             return  # a close call: computed twice, so what it took is the price of neither
         timeline, load = ticket.timeline, plan.chosen.load
         took_s = timeline.loading_s + timeline.computing_s
-        if not timeline.shared:  # a step in company took longer than this request alone
-            self.move_prices(strategy, record, took_s)
+        self.move_prices(strategy, record, took_s, beside=timeline.shared)
         if load is None or not _came_as_planned(load.link, plan, record):
             return
         # and one that recorded something longer than the next one will
@@ -51,15 +50,19 @@ class Lessons:
         beside = timeline.shared or timeline.loading_s > 0  # the latter: it got all of them first
         self._planner.took(plan, took_s, beside=beside)
 
-    def move_prices(self, strategy: Strategy, record: FuseRecord, actual_s: float) -> None:
-        """Move the prices towards what just happened."""
+    def move_prices(
+        self, strategy: Strategy, record: FuseRecord, actual_s: float, *, beside: bool = False
+    ) -> None:
+        """Move the prices towards what just happened. `beside` others a request takes longer than
+        alone: it can show that a price is too high, never that it is too low."""
         machine, counts = self._machine, record.counts
         rows = counts["computed"] + counts["recomputed"]
         placed = _num_placed(record)
-        for tier, seconds in record.arrived_s.items():
+        for tier, seconds in record.arrived_s.items() if not beside else ():
             self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
         if not placed:
-            machine.saw_exact(counts["exact"], rows, actual_s)
+            most_s = machine.prefill_s(counts["exact"], rows) if beside else actual_s
+            machine.saw_exact(counts["exact"], rows, min(actual_s, most_s))
             return
         needs = strategy.needs(self._num_layers)
         if not needs.full_width_layers:  # there the pass has other rows in its first layers
@@ -67,7 +70,11 @@ class Lessons:
             # one that leaves early counts as the part of a row that it is priced as
             depth = strategy.depth(self._num_layers)
             rows = counts["computed"] + round(depth * counts["recomputed"])
-            machine.saw_fused(len(record.token_ids), rows, compute_s)
+            total = len(record.token_ids)
+            most_s = machine.recompute.at(total, rows) if beside else compute_s
+            machine.saw_fused(total, rows, min(compute_s, most_s))
+        if beside:
+            return
         # nothing was waited for: all of it decoding. What host copies lacked comes from below
         if set(record.loaded_bytes) == {HOST.value} and not record.arrived_s:
             laid_s = record.stages.load / 1e3 / placed
