@@ -23,7 +23,7 @@ from rich.table import Table
 
 from common.files import read_jsonl
 from common.results import finish, result_header
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import BOUND, Sampling, Weave

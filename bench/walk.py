@@ -1,13 +1,16 @@
 """Which files does one question pass, in order?
 
 A question to an open knowledge base with reuse "auto", answered by fusing chunk KV from disk, runs
-under a profiler; a file counts when one of its functions runs, import time left out. `--whole` also
-counts `kvweave ask` itself: the command line, and loading and opening everything.
+under a profiler; a file counts when one of its functions runs, import time left out. A climb is a
+call inside `app/` against the imports: a file calls one that imports it, directly or through
+others. `--whole` also counts `kvweave ask` itself: the command line, and loading and opening
+everything.
 
     python bench/walk.py
 """
 
 import argparse
+import ast
 import os
 import sys
 import tempfile
@@ -29,15 +32,55 @@ class Walk:
         self._root = f"{root}{os.sep}"
         self._seen: set[CodeType] = set()
         self.files: dict[str, None] = {}
+        self.calls: dict[tuple[str, str], str] = {}  # from file to file: the first function
 
     def __call__(self, frame: Any, event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or code in self._seen:
+        if event != "call" or not code.co_filename.startswith(self._root):
             return
-        self._seen.add(code)
         is_function = code.co_flags & CO_NEWLOCALS and code.co_name != "<lambda>"
-        if is_function and code.co_filename.startswith(self._root):
-            self.files.setdefault(code.co_filename[len(self._root) :])
+        if not is_function:
+            return
+        file = code.co_filename[len(self._root) :]
+        if code not in self._seen:
+            self._seen.add(code)
+            self.files.setdefault(file)
+        if file.startswith("app/"):
+            back = frame.f_back
+            while back is not None and not back.f_code.co_filename.startswith(self._root):
+                back = back.f_back
+            if back is not None:
+                caller = back.f_code.co_filename[len(self._root) :]
+                self.calls.setdefault((caller, file), code.co_name)
+
+    def climbs(self) -> list[str]:
+        """Calls inside `app/` from a file to one that imports it."""
+        above = imported_by(Path(self._root))
+        return [
+            f"{caller} -> {file}: {name}"
+            for (caller, file), name in self.calls.items()
+            if caller.startswith("app/") and caller != file and file in above[caller]
+        ]
+
+
+def imported_by(root: Path) -> dict[str, set[str]]:
+    """For each file of the package those that import it, directly or through others."""
+    importers: dict[str, set[str]] = {str(p.relative_to(root)): set() for p in root.rglob("*.py")}
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvweave."):
+                below = str(node.module).removeprefix("kvweave.").replace(".", "/") + ".py"
+                importers.get(below, set()).add(str(path.relative_to(root)))
+    above: dict[str, set[str]] = {}
+    for file in importers:
+        found: set[str] = set()
+        todo = [file]
+        while todo:
+            new = importers[todo.pop()] - found
+            found |= new
+            todo += new
+        above[file] = found
+    return above
 
 
 def make_kb(folder: Path) -> None:
@@ -91,7 +134,10 @@ def main() -> None:
         threading.setprofile(None)  # type: ignore[arg-type]
     for file in walk.files:
         print(file)
-    print(f'{{"files": {len(walk.files)}}}')
+    climbs = walk.climbs()
+    for climb in climbs:
+        print("climb:", climb)
+    print(f'{{"files": {len(walk.files)}, "climbs": {len(climbs)}}}')
 
 
 if __name__ == "__main__":

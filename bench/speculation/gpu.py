@@ -28,6 +28,7 @@ import torch
 from common.gpu_world import STACK
 from common.results import finish, result_header, versions
 from common.shapes import SHAPES, random_decoder
+from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.knowledge_base import BY_VECTOR
@@ -102,9 +103,9 @@ def main() -> None:
         text: tuple(token % vocab for token in ids) for text, ids in kept["questions"].items()
     }
 
-    def prompt_of(question: str, hits: Sequence[Hit]) -> Prompt:
+    def prompt_of(question: str, found: Sequence[RetrievedChunk]) -> Prompt:
         ids = (*question_ids[question], *range(100, 100 + ASKING))
-        chunks = tuple(hit.chunk.token_ids for hit in hits)
+        chunks = tuple(chunk.token_ids for chunk in found)
         return Prompt(tuple(range(PREAMBLE)), chunks, ids, (0, len(question_ids[question])))
 
     while not asking.engine.is_warm:  # as a server is that was not started a moment ago

@@ -8,27 +8,35 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE
+from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.search_pace import Paces, PrefillPace
+from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import Speculation, SpeculationConfig
-from kvweave.app.answer.token_stream import Submission
-from kvweave.app.notes import AnswerNotes
+from kvweave.app.answer.stages import Asked, Found, Submitted, Target, TurnOpening
+from kvweave.app.answer.talk import Talk
+from kvweave.app.answer.token_stream import TokenStream
+from kvweave.app.auto.requests import exact_request
 from kvweave.app.question import Question, SpeculationMode
-from kvweave.app.requests import exact_request
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.plan.search_pace import Paces
 from kvweave.text.prompt import Prompt
-from kvweave.types import Hit
 
 MODES: tuple[SpeculationMode, ...] = ("off", "on", "auto")
 WARM_UP = "Who are you?"
 LEARN = 16  # searches that teach "auto" before anything is measured
 Row = dict[str, Any]
-PromptOf = Callable[[str, Sequence[Hit]], Prompt]  # a question, and the chunks found for it
+PromptOf = Callable[
+    [str, Sequence[RetrievedChunk]], Prompt
+]  # a question, and the chunks found for it
 
 
 class SearchedKB(Protocol):
@@ -56,6 +64,37 @@ class Measured(NamedTuple):
     wasted: int  # tokens
 
 
+class Mode:
+    """A way to speculate, with what it has learnt; and the engine as it is asked by it."""
+
+    def __init__(
+        self, name: SpeculationMode, kb: KnowledgeBase, asking: EngineClient, device: torch.device
+    ) -> None:
+        self._asking = asking
+        self.paces = Paces()
+        self.max_guesses = GUESSES_ON_CPU if device.type == "cpu" else GUESSES_ON_DEVICE
+        target, cfg = cast("Target[Any, Any]", self), SpeculationConfig(name)
+        self.speculation = Speculation(kb, target, cfg, paces=self.paces)
+
+    def get_ready(self, asked: Asked) -> None:
+        """Nothing is waited for."""
+
+    def pending_prefills(self) -> int:
+        return self._asking.engine.pending_prefills()
+
+    def boundary_s(self, pace: PrefillPace) -> float | None:
+        if pace.row_s is None:
+            return None
+        return self._asking.engine.guess_boundary_s(pace.row_s, pace.prefill_s)
+
+    def learn(self, ticket: Ticket) -> None:
+        """Learn what the engine takes."""
+        if ticket.record is not None and not ticket.timeline.shared:
+            counts = ticket.record.counts
+            rows = counts["computed"] + counts["recomputed"]
+            self.paces.prefill.computed(rows, ticket.timeline.computing_s)
+
+
 @dataclass
 class Bench:
     """An engine, and questions over one knowledge base."""
@@ -68,23 +107,18 @@ class Bench:
     eos_ids: Sequence[int]
     device: torch.device
 
-    def ask(self, speculation: Speculation, question: str, namespace: str) -> Measured:
+    def ask(self, mode: "Mode", question: str, namespace: str) -> Measured:
         """`namespace` keeps what other modes have computed out of reach."""
-
-        def submission_of(hits: Sequence[Hit]) -> Submission:
-            prompt = self.prompt_of(question, hits)
-            request = exact_request(prompt, self.sampling, self.eos_ids, use_tree=True)
-            request = replace(request, namespace=namespace)
-            return Submission(prompt, request, AnswerNotes(), ())
-
         started_s = time.perf_counter()
-        submission, choices = speculation.answer(
-            Question(question, k=self.k), submission_of, lambda: None
-        )
+        turn = TurnOpening(Talk(()))
+        asked = Asked(Question(question, k=self.k), started_s, turn, True, False)
+        submitted = mode.speculation.begin(asked, partial(self.begin, mode, question, namespace))
+        choices = cast(TokenStream, submitted.work)
         tokens = [next(choices).token_id]
         ttft_s = time.perf_counter() - started_s
         tokens += [choice.token_id for choice in choices]
-        said = submission.notes.speculation
+        guesses = submitted.notes.guesses
+        said = None if guesses is None else guesses.record()
         if said is None:
             search_s = self.kb.searched_s
             return Measured(tokens, ttft_s, search_s, search_s, 0, 0)
@@ -93,6 +127,16 @@ class Bench:
             tokens, ttft_s, said.search_ms / 1e3, open_s, said.guesses, said.wasted_tokens
         )
 
+    def begin(
+        self, mode: "Mode", question: str, namespace: str, found: Found, is_held: bool
+    ) -> Submitted:
+        """Submit the prompt of what was found, which nobody reads as text."""
+        prompt = self.prompt_of(question, found.chunks)
+        request = exact_request(prompt, self.sampling, self.eos_ids, use_tree=True)
+        request = replace(request, namespace=namespace)
+        tokens = TokenStream(self.asking, request, (mode.learn,), is_held=is_held)
+        return Submitted(cast(PieceStream, tokens), AnswerNotes(), tokens)
+
     def level(
         self, named: str, questions: Sequence[str], learnt: Iterable[Learnt], rounds: int = 1
     ) -> Row:
@@ -100,13 +144,9 @@ class Bench:
         seen before; `named` keeps this level's prompts apart from others', and each round's are
         apart from those of the rounds before. The first question warms up."""
         kb, device = cast(KnowledgeBase, self.kb), self.device
-        paces = {mode: Paces() for mode in MODES}
-        by_mode = {
-            mode: Speculation(kb, self.asking, device, SpeculationConfig(mode), paces=paces[mode])
-            for mode in MODES
-        }
+        by_mode = {name: Mode(name, kb, self.asking, device) for name in MODES}
         for each in learnt:
-            paces["auto"].search.searched(each.seconds, each.lists, len(each.lists))
+            by_mode["auto"].paces.search.searched(each.seconds, each.lists, len(each.lists))
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         again = [(r, question) for r in range(rounds) for question in questions[bool(r) :]]
         for number, (r, question) in enumerate(again):

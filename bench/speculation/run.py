@@ -35,6 +35,8 @@ from rich.table import Table
 from common.files import read_jsonl
 from common.results import finish, result_header
 from common.vector_cache import cached_vectors
+from kvweave.app.answer.search_pace import MAX_STAGES
+from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.runtime import EngineClient
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.embedder import Vectors
@@ -42,10 +44,8 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.prompt import Prompt, lay_out
 from kvweave.text.tokenizer import Tokenizer
-from kvweave.types import Hit
 from speculation.modes import LEARN, MODES, WARM_UP, Bench, Row
 from speculation.search_only_kb import SearchOnlyKB, make_large
 
@@ -140,8 +140,8 @@ def main() -> None:
     decoder = load_decoder(folder, device=args.device, dtype="float32", quant=args.quant)
     asking = EngineClient(decoder, EngineConfig(pool_tokens=1 << 15))
 
-    def prompt_of(question: str, hits: Sequence[Hit]) -> Prompt:
-        return lay_out(tokenizer, question, [hit.chunk.token_ids for hit in hits])
+    def prompt_of(question: str, found: Sequence[RetrievedChunk]) -> Prompt:
+        return lay_out(tokenizer, question, [chunk.token_ids for chunk in found])
 
     eos_ids = sorted(tokenizer.eos_ids)
     bench = Bench(world.kb, asking, prompt_of, args.k, Sampling(max_tokens=6), eos_ids, device)

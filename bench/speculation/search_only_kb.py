@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvweave.app.answer.search_pace import MAX_STAGES
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.index.ivf import IvfIndex
 from kvweave.corpus.knowledge_base import BY_VECTOR
 from kvweave.corpus.search import SearchOptions
-from kvweave.plan.search_pace import MAX_STAGES
 from kvweave.text.prompt import Document, chunk_text
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, Hit

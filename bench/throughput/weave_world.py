@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from common.files import CACHE, read_jsonl
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import Library
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave

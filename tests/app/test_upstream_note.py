@@ -1,6 +1,6 @@
 """What a gateway says of a prompt that was computed elsewhere: no more than it knows."""
 
-from kvweave.app.notes import UpstreamNote
+from kvweave.app.answer.notes import UpstreamNote
 
 
 def test_what_was_cached_is_exact_only_where_nothing_can_be_fused() -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+from kvweave.app.answer.notes import AnswerNotes
 from kvweave.errors import UpstreamError
-from kvweave.gateway.answer import AnswerStory, RoutedAnswer
+from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.config import RetryRules
 from kvweave.gateway.gateway import Gateway
@@ -398,7 +399,7 @@ def test_an_answer_that_waits_for_its_guess_hears_that_nobody_wants_it(
         fleet, replica = world.gateway.fleet, world.gateway.fleet.replicas[0]
         request = UpstreamRequest(plain_text("Say it.", b""), world.gateway.sampling())
         guess = PrefillGuess(fleet, request, pool)
-        answer = RoutedAnswer(fleet, request, AnswerStory(time.perf_counter(), guess=guess))
+        answer = RoutedAnswer(fleet, request, AnswerNotes(time.perf_counter()), guess=guess)
         pieces = pool.submit(lambda: list(answer))
         wait_until(lambda: only.posts == 1)
         assert not pieces.done()

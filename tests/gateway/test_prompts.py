@@ -9,7 +9,7 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.cards import UpstreamCard, UpstreamKind
-from kvweave.gateway.prompts import PromptWords, TextPrompts, TokenPrompts, UpstreamPrompt
+from kvweave.gateway.prompts import TextPrompts, TokenPrompts, UpstreamPrompt, UpstreamWords
 from kvweave.text.prompt import PastMessage, lay_out, spanned_prompt
 from kvweave.text.tokenizer import Tokenizer
 
@@ -25,10 +25,10 @@ def chunk(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode_text(text))
 
 
-def made(tokenizer: Tokenizer) -> tuple[UpstreamPrompt, PromptWords]:
+def made(tokenizer: Tokenizer) -> tuple[UpstreamPrompt, UpstreamWords]:
     old, new = chunk(tokenizer, "An old passage.\n\n"), chunk(tokenizer, "A new one.\n\n")
     past = [PastMessage("user", "Why?", (old,)), PastMessage("assistant", "So.")]
-    words = PromptWords("And how?", [new], "Be brief.", past)
+    words = UpstreamWords("And how?", (new,), "Be brief.", past)
     return TokenPrompts(tokenizer).make(words, str), words
 
 
@@ -38,7 +38,7 @@ def test_spans_name_the_chunks_in_the_history_and_behind_it(tokenizer: Tokenizer
     expected = lay_out(tokenizer, words.question, words.chunks, words.system, words.history)
     assert ids == expected.token_ids
     old, new = words.history[0].chunks[0], words.chunks[0]
-    assert [tuple(ids[start:end]) for start, end in prompt.chunks] == [old, new]
+    assert [tuple(ids[start:end]) for start, end in prompt.spans] == [old, new]
     assert tuple(ids[: prompt.preamble]) == expected.preamble
     assert prompt.asked is not None
     start, end = prompt.asked
@@ -49,7 +49,7 @@ def test_spans_name_the_chunks_in_the_history_and_behind_it(tokenizer: Tokenizer
 def test_an_engine_reads_the_spans_as_the_prompt_was_laid_out(tokenizer: Tokenizer) -> None:
     prompt, words = made(tokenizer)
     expected = lay_out(tokenizer, words.question, words.chunks, words.system, words.history)
-    read = spanned_prompt(prompt.content["prompt"], prompt.chunks, prompt.preamble, prompt.asked)
+    read = spanned_prompt(prompt.content["prompt"], prompt.spans, prompt.preamble, prompt.asked)
     assert read == expected
 
 
@@ -75,7 +75,7 @@ def test_what_an_engine_with_the_connector_is_told(tokenizer: Tokenizer) -> None
     request = UpstreamRequest(prompt, Sampling(max_tokens=5), "acme", "weave", 0.15)
     body = body_of(request, VLLM)
     told = body["kv_transfer_params"]["kvweave"]
-    assert told["chunks"] == [list(span) for span in prompt.chunks]
+    assert told["chunks"] == [list(span) for span in prompt.spans]
     assert (told["reuse"], told["ratio"], told["tenant"]) == ("weave", 0.15, "acme")
     assert set(told) == {"chunks", "preamble", "reuse", "ratio", "asked", "tenant"}
     assert len(body["cache_salt"]) == 64, "exact blocks are the tenant's own as well"

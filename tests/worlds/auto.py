@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine_profile import profile_path
@@ -141,7 +141,7 @@ def planning_of(weave: Weave) -> AutoPlanner:
     """What `auto` is planned with. It opens with the first plan."""
     library = weave.library
     kv = library.behind(PreambleKey("", library.encoder.preamble_ids))
-    return weave._answerer.router.planner(kv)
+    return weave._target.router.planner(kv)
 
 
 def load_links(weave: Weave) -> dict[str, TierLink]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.gateway.config import GatewayConfig, RetryRules
 from kvweave.gateway.gateway import Gateway

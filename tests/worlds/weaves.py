@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kvweave import Weave
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.runtime import EngineClient, ModelRuntime

@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import ConversationScope
 from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.search_pace import Paces, PrefillPace
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
@@ -33,7 +34,6 @@ from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.locate import locate
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.plan.ordering import PROMOTION
-from kvweave.plan.search_pace import Paces, PrefillPace
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase

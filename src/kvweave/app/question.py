@@ -17,7 +17,7 @@ from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
 from kvweave.text.tool_calls import MOST_TOOLS as MOST_TOOLS
 from kvweave.text.tool_calls import TOOL_CHOICES as TOOL_CHOICES
-from kvweave.text.tool_calls import Message, ToolUse
+from kvweave.text.tool_calls import Message, ToolUse, texts_of_tools
 from kvweave.types import ChunkId
 
 TOP_K = 5  # chunks that are put in front of a question
@@ -210,6 +210,20 @@ class Question:
     def tool_use(self) -> ToolUse | None:
         """What the model may call; None: nothing. Raises RequestError if it cannot be meant."""
         return ToolUse.parse(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
+
+    @property
+    def given_documents(self) -> list[Document]:
+        """The documents that it brings."""
+        return [Document(d) if isinstance(d, str) else d for d in self.documents or ()]
+
+    @property
+    def texts(self) -> list[str]:
+        """All words that it brings for its prompt."""
+        said = [*self.history, *self.since]
+        texts = [self.question, self.system or ""]
+        texts += [str(message.get("content")) for message in said]
+        texts += texts_of_tools(self.tools, said)
+        return texts + [each.title + each.text for each in self.given_documents]
 
     @property
     def searched(self) -> str:

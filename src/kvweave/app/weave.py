@@ -22,9 +22,10 @@ from kvweave.app.answer.answer_stream import (
     Piece,
     TokenLogprob,
 )
-from kvweave.app.answer.answerer import Answerer, AnswerSettings
+from kvweave.app.answer.answerer import Answerer
+from kvweave.app.answer.engine_target import EngineTarget
 from kvweave.app.answer.piece_stream import PieceStream
-from kvweave.app.answer.router import NO_LIBRARY
+from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.answer.tool_answer import ToolAnswer
 from kvweave.app.background import QUIET_S
@@ -64,6 +65,7 @@ from kvweave.text.prompt import (
     SYSTEM,
     Document,
     Prompt,
+    build_prompt,
     chat_prompt,
     plain_prompt,
     spanned_prompt,
@@ -141,7 +143,9 @@ class Weave:
         self._settings = settings or AnswerSettings()
         self._owns_runtime = owns_runtime
         self._ingesting = threading.Lock()
-        self._answerer = Answerer(runtime, library, self._settings)
+        self._target = EngineTarget(runtime, library, self._settings)
+        kb = None if library is None else library.kb
+        self._answerer = Answerer(self._target, self._settings, kb)
         _OPEN.add(self)
 
     @classmethod
@@ -248,10 +252,10 @@ class Weave:
         _OPEN.discard(self)
         if self._library is not None:
             self._library.settle()
-        self._answerer.settle()
+        self._target.settle()
         if self._owns_runtime:
             self._runtime.close()
-        self._answerer.close()
+        self._target.close()
         if self._library is not None:
             self._library.close()
 
@@ -354,7 +358,7 @@ class Weave:
         counts as it is.
         """
         self._refuse_other(model)
-        return self._answerer.sampling.sampling(asked, built_in)
+        return self._target.sampling.sampling(asked, built_in)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         """As `ask`, piece by piece."""
@@ -368,11 +372,12 @@ class Weave:
         """Raise RequestError for a `reuse` that `ask` would refuse, ConfigError for one that this
         model is not ready for."""
         self._refuse_other(model)
-        self._answerer.router.named(reuse, ratio)
+        self._target.router.named(reuse, ratio)
 
     def plan(self, question: str, **options: Unpack[AskOptions]) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
-        return self._answerer.plan(Question(question, **options))
+        laid = self._answerer.lay_out(Question(question, **options), time.perf_counter())
+        return self._target.router.preview(laid.prompt, laid.words.asked.question)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
@@ -395,7 +400,7 @@ class Weave:
         refuse_long(tokenizer, contents, self.max_context)
         prompt = chat_prompt(tokenizer, messages, use)
         last = str(messages[-1].get("content", ""))
-        made = self._answerer.plain(prompt, plain, called_s, last)
+        made = self._target.answer_plain(prompt, plain, called_s, last)
         return made if use is None else ToolAnswer(made, use)
 
     def complete(
@@ -419,13 +424,13 @@ class Weave:
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
         options = PlainOptions(sampling, reuse, tenant)
         if transfer is not None and transfer.forget:
-            self._answerer.forget_brought(transfer.forget, tenant)
+            self._target.forget_brought(transfer.forget, tenant)
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
             parts = spanned_prompt(ids, transfer.chunks, transfer.preamble, transfer.asked)
-            return self._answerer.spanned(parts, transfer, options, called_s)
-        return self._answerer.plain(plain_prompt(ids), options, called_s)
+            return self._target.answer_spanned(parts, transfer, options, called_s)
+        return self._target.answer_plain(plain_prompt(ids), options, called_s)
 
     def build_prompt(
         self,
@@ -434,7 +439,9 @@ class Weave:
         system: str | None = None,
     ) -> Prompt:
         """The prompt `ask` would use for these documents, by part."""
-        return self._answerer.build_prompt(question, documents, system)
+        asked = Question(question, documents, system=self.system if system is None else system)
+        given, words = asked.given_documents, asked.system or ""
+        return build_prompt(self._runtime.tokenizer, question, given, words)
 
     def details(self, answer: Answer, queue_s: float = 0.0) -> "AnswerDetails":
         """How an answer of this Weave, or of one over the same model, came about: its prompt token
@@ -492,12 +499,12 @@ class Weave:
     @property
     def profile(self) -> "Profile | None":
         """What was measured of the model: the user's profile, or the packaged one."""
-        return self._answerer.measured.profile
+        return self._target.measured.profile
 
     @property
     def facts(self) -> "ModelFacts":
         """What strategies must know of the model, from its profile if it has one."""
-        return self._answerer.measured.facts
+        return self._target.measured.facts
 
     @property
     def local(self) -> "Weave":
@@ -567,7 +574,7 @@ class Weave:
     @property
     def auditor(self) -> "Auditor":
         """Computes a share of fused answers exactly in idle time, and knows what that found."""
-        return self._answerer.auditor
+        return self._target.auditor
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -577,7 +584,7 @@ class Weave:
     def measure(self) -> None:
         """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the
         first question with "auto" waits for it. Seconds, in which nothing is answered."""
-        self._answerer.measured.measure()
+        self._target.measured.measure()
 
     def is_at_rest(self) -> bool:
         """No request that is over still holds chunk KV of the open knowledge base. Waits for the

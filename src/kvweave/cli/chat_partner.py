@@ -70,7 +70,7 @@ class LocalPartner:
             raise
 
     def use_kb(self, name: str | None) -> None:
-        from kvweave.app.answer.answerer import AnswerSettings
+        from kvweave.app.answer.settings import AnswerSettings
         from kvweave.app.library.library import embedder_opener
         from kvweave.app.library.library_kv import KVOptions
 

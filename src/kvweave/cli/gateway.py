@@ -96,7 +96,7 @@ def make_server(
     listener: socket.socket,
 ) -> "tuple[Server, Gateway, Libraries]":
     """Wait for an upstream and put the server together; the others are to be closed after it."""
-    from kvweave.app.answer.answerer import AnswerSettings
+    from kvweave.app.answer.settings import AnswerSettings
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import remote_tiers

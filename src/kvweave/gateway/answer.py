@@ -8,12 +8,12 @@ holds up to the very end of the answer.
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
 
 from kvweave.app.answer.answer_stream import Answer, Piece
-from kvweave.app.answer.sources import AnswerSource
+from kvweave.app.answer.notes import AnswerNotes, UpstreamNote
+from kvweave.app.answer.sources import routed_sources
+from kvweave.app.answer.stages import Listener
 from kvweave.app.answer.tool_answer import CALLED
-from kvweave.app.notes import UpstreamNote
 from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.connections import Exchange, UpstreamFailed
@@ -21,32 +21,27 @@ from kvweave.gateway.fleet import Fleet, ReplicaLease
 from kvweave.gateway.guesses import PrefillGuess
 from kvweave.gateway.replica import Replica
 from kvweave.gateway.replies import MALFORMED, ReplyReader, UpstreamEnd, check_status
-from kvweave.plan.retrieval import SpeculationRecord
-
-
-@dataclass(slots=True)
-class AnswerStory:
-    """What happened before the request was sent, and what is to happen with its first token."""
-
-    called_s: float  # when the caller asked, by time.perf_counter
-    retrieve_ms: float = 0.0
-    left_out: int = 0  # chunks that were found and not sent: the history holds them
-    ordered_by: str = "given"
-    sources: tuple[AnswerSource, ...] = ()
-    guess: PrefillGuess | None = None  # it is right: its replica has the prompt, or soon will
-    query: str | None = None  # what was searched for, where that is not the question itself
-    on_first: Callable[[ReplicaLease], None] | None = None  # hears of the first token
-    speculation: Callable[[], SpeculationRecord | None] = field(default=lambda: None)
 
 
 class RoutedAnswer:
     """See the module; a `PieceStream`. Nothing is sent before the first piece is asked for."""
 
-    def __init__(self, fleet: Fleet, request: UpstreamRequest, story: AnswerStory) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        request: UpstreamRequest,
+        notes: AnswerNotes,
+        listeners: tuple[Listener, ...] = (),
+        guess: PrefillGuess | None = None,
+    ) -> None:
+        """`listeners` hear of the lease of a replica with the first token. The replica of `guess`
+        has the prompt, or soon will."""
         self.answer: Answer | None = None
         self._fleet = fleet
         self._request = request
-        self._story = story
+        self._notes = notes
+        self._listeners = listeners
+        self._guess = guess
         self._is_whole = False
         self._on_close: Callable[[], None] | None = None
         self._lock = threading.Lock()  # guards the next two
@@ -82,15 +77,15 @@ class RoutedAnswer:
         with self._lock:
             self._is_aborted = True
             exchange = self._exchange
-        if self._story.guess is not None:
-            self._story.guess.cancel()  # whoever waits for it, waits no longer
+        if self._guess is not None:
+            self._guess.cancel()  # whoever waits for it, waits no longer
         if exchange is not None and self.answer is None:
             exchange.cut()
 
     def _make(self) -> Generator[Piece, None, None]:
         fleet, most = self._fleet, self._fleet.cfg.retry.most
         fleet.budget.asked()
-        guess = self._story.guess
+        guess = self._guess
         if guess is not None:
             guess.wait()  # `abort` ends it
         first = None if guess is None else guess.replica
@@ -100,7 +95,7 @@ class RoutedAnswer:
             if lease is None:
                 return
             tried.append(lease.replica)
-            attempt = _Attempt(lease, self._request, self._story, len(tried))
+            attempt = _Attempt(lease, self._request, self._notes, len(tried))
             try:
                 yield from self._one(attempt)
                 return
@@ -135,7 +130,11 @@ class RoutedAnswer:
                 return
             self._exchange = exchange
         try:
-            yield from attempt.pieces(self._fleet.cfg.silence_s)
+            for piece in attempt.pieces(self._fleet.cfg.silence_s):
+                listeners, self._listeners = self._listeners, ()
+                for hear in listeners:
+                    hear(attempt.lease)
+                yield piece
         except UpstreamRefusal:
             attempt.lease.succeeded()  # it is well, and said no
             raise
@@ -149,13 +148,13 @@ class _Attempt:
     """One replica's try."""
 
     def __init__(
-        self, lease: ReplicaLease, request: UpstreamRequest, story: AnswerStory, number: int
+        self, lease: ReplicaLease, request: UpstreamRequest, notes: AnswerNotes, number: int
     ) -> None:
         self.lease = lease
         self.has_begun = False  # a piece was handed out
         self.exchange = lease.exchange(request.prompt.path, body_of(request, lease.card))
         self._request = request
-        self._story = story
+        self._notes = notes
         self._number = number
         self._first_s: float | None = None
         self._given: list[Piece] = []
@@ -170,15 +169,13 @@ class _Attempt:
             if self._first_s is None:
                 self._first_s = time.perf_counter()
                 self.lease.first_token()
-                if self._story.on_first is not None:
-                    self._story.on_first(self.lease)
             self.has_begun = True
             self._given.append(piece)
             yield piece
         self._end = reader.end
 
     def answer(self) -> Answer:
-        end, story, now_s = self._end, self._story, time.perf_counter()
+        end, notes, now_s = self._end, self._notes, time.perf_counter()
         prompt = self._request.prompt
         calls = tuple(piece.call for piece in self._given if piece.call is not None)
         reason = end.finish_reason or "stop"
@@ -187,26 +184,26 @@ class _Attempt:
             attempts=self._number,
             matched_tokens=sum(self.lease.match),
             cached_tokens=end.cached_tokens,
-            chunks=prompt.chunks,
-            left_out=story.left_out,
-            retrieve_ms=story.retrieve_ms,
-            ordered_by=story.ordered_by,
+            chunks=prompt.spans,
+            left_out=notes.left_out,
+            retrieve_ms=notes.retrieve_ms,
+            ordered_by=notes.ordered_by,
             told=end.told,
             # a vLLM counts what was fused as cached, and in a stream says no more
-            may_be_fused=self.lease.card.fuses and bool(prompt.chunks),
+            may_be_fused=self.lease.card.fuses and bool(prompt.spans),
         )
         return Answer(
             text="".join(piece.text for piece in self._given),
             finish_reason=CALLED if calls and reason == "stop" else reason,
             prompt_tokens=_known(end.prompt_tokens, prompt.num_tokens),
             completion_tokens=_known(end.completion_tokens, len(self._given)),
-            ttft_ms=((self._first_s or now_s) - story.called_s) * 1e3,
-            total_ms=(now_s - story.called_s) * 1e3,
+            ttft_ms=((self._first_s or now_s) - notes.called_s) * 1e3,
+            total_ms=(now_s - notes.called_s) * 1e3,
             logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
-            speculation=story.speculation(),
+            speculation=notes.speculation,
             stopped_because=end.stopped_because,
-            sources=story.sources,
-            query=story.query,
+            sources=routed_sources(notes.retrieved, prompt.places),
+            query=notes.query,
             tool_calls=calls,
             upstream=note,
         )

@@ -91,8 +91,8 @@ def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | 
     prompt, is_ours = request.prompt, card.kind is UpstreamKind.KVWEAVE
     transfer: dict[str, Any] = {}
     # "full" computes everything: an engine without a word on chunks does
-    if prompt.chunks and request.reuse != "full":
-        transfer["chunks"] = [list(span) for span in prompt.chunks]
+    if prompt.spans and request.reuse != "full":
+        transfer["chunks"] = [list(span) for span in prompt.spans]
         transfer["preamble"] = prompt.preamble
         if request.reuse is not None:
             transfer["reuse"] = request.reuse

@@ -25,7 +25,7 @@ from kvweave.plan.ordering import (
 class OrderedChunks(NamedTuple):
     """Chunks in the order they are sent in, and what for."""
 
-    chunks: list[tuple[int, ...]]
+    chunks: tuple[tuple[int, ...], ...]
     by: str = "given"
 
 
@@ -51,17 +51,17 @@ class ChunkOrder:
             usual = frequency_order(refs, self._table)
             self._table.push([ref.id for ref in refs])
         if permission is not OrderPermission.FREE or len(by_id) < 2:
-            return OrderedChunks(list(chunks))
+            return OrderedChunks(tuple(chunks))
         parts = [PromptPart(ref.id.encode(), ref.num_tokens, True) for ref in usual]
         held = self._fleet.best_order(front, parts)
         given = self._given_tokens(front, refs)
         gained = sum(usual[place].num_tokens for place in held) - given
         least = max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * sum(ref.num_tokens for ref in refs))
         if held and gained < least and given:
-            return OrderedChunks(list(chunks))
+            return OrderedChunks(tuple(chunks))
         rest = [place for place in range(len(usual)) if place not in held]
-        order = [by_id[usual[place].id] for place in (*held, *rest)]
-        if order == list(chunks):
+        order = tuple(by_id[usual[place].id] for place in (*held, *rest))
+        if order == tuple(chunks):
             return OrderedChunks(order)
         return OrderedChunks(order, "tree" if held else "frequency")
 

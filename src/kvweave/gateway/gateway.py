@@ -8,8 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import AskOptions, ChatOptions, KVTransfer, PlainOptions, Question
@@ -18,8 +19,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ModelError, RequestError
-from kvweave.gateway.answer import AnswerStory, RoutedAnswer
-from kvweave.gateway.answerer import RoutedAnswerers, Upstreams
+from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.fleet import Fleet
@@ -33,6 +33,7 @@ from kvweave.gateway.prompts import (
     chat_messages,
     plain_text,
 )
+from kvweave.gateway.target import FleetAnswerers, Upstreams
 from kvweave.kv.config import TierConfig
 from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.generation import read_generation
@@ -91,7 +92,7 @@ class Gateway:
                 card.max_context,
                 remotes,
             )
-            self._answerers = RoutedAnswerers(self._upstreams, self._settings)
+            self._answerers = FleetAnswerers(self._upstreams, self._settings)
             stack.pop_all()
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Gateway:
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
-        self._answerers.of(model).check_reuse(reuse)
+        self._answerers.check_reuse(reuse, model)
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
         called_s = time.perf_counter()
@@ -204,7 +205,7 @@ class Gateway:
         sampling = options.sampling or self.sampling(model=prompt.routed.model)
         use = options.tool_use
         request = UpstreamRequest(prompt, sampling, options.tenant, options.reuse, tool_use=use)
-        return RoutedAnswer(self.fleet, request, AnswerStory(time.perf_counter()))
+        return RoutedAnswer(self.fleet, request, AnswerNotes(time.perf_counter()))
 
     # ── knowledge bases ──────────────────────────────────────────────────────
 

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 
+from kvweave.app.answer.guessing import GuessFigures
 from kvweave.errors import KVWeaveError, RequestError, UpstreamError
 from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.connections import Exchange, UpstreamFailed
@@ -18,10 +19,10 @@ from kvweave.gateway.replies import ReplyReader, check_status
 
 
 class PrefillGuess:
-    """A `Generation` of plan/retrieval.py: begun at once, held by its nature. Any thread."""
+    """A `Generation` of app/answer/guessing.py: begun at once, held by its nature. Any thread."""
 
     def __init__(self, fleet: Fleet, request: UpstreamRequest, threads: ThreadPoolExecutor) -> None:
-        self.request = request  # what the answer will be asked with, if this is right
+        self._num_tokens = request.prompt.num_tokens
         self._fleet = fleet
         try:
             self._lease = fleet.lease(request.prompt.routed, may_wait=False)
@@ -59,6 +60,12 @@ class PrefillGuess:
     def release(self) -> None:
         """Its list stands. The answer is asked for by itself."""
 
+    @property
+    def figures(self) -> GuessFigures:
+        """All of its prompt is saved if it is right, and wasted if it is not."""
+        num_tokens = self._num_tokens if self.is_computed else 0
+        return GuessFigures(num_tokens, num_tokens)
+
     def wait(self) -> None:
         """Until its prompt is computed, has failed to be, or is cancelled."""
         with suppress(CancelledError):
@@ -87,12 +94,8 @@ class PrefillGuess:
 class ReadyRequest:
     """A `Generation` that waits for its reader: the last list's, where no guess was right."""
 
-    def __init__(self, request: UpstreamRequest) -> None:
-        self.request = request
-
-    @property
-    def is_done(self) -> bool:
-        return False
+    is_done = False
+    figures = GuessFigures()
 
     def cancel(self) -> None:
         """Nothing was begun."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Unpack
 
-from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
@@ -15,8 +15,8 @@ from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.app.question import AskOptions, Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
-from kvweave.gateway.answerer import RoutedAnswerers, Upstreams
 from kvweave.gateway.removals import EngineMemory
+from kvweave.gateway.target import FleetAnswerers, Upstreams
 from kvweave.ingest.pipeline import IngestOptions, ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import Source
@@ -33,7 +33,7 @@ class RoutedLibrary:
         self._retries = Retries(self._tell_engines)
         if KVPlaces(kb.folder / KV_FOLDER).is_owing(self._engines):  # since an earlier life
             self._retries.start()
-        self._answerers = RoutedAnswerers(upstreams, settings, kb)
+        self._answerers = FleetAnswerers(upstreams, settings, kb)
 
     @property
     def local(self) -> None:
@@ -58,7 +58,7 @@ class RoutedLibrary:
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
-        self._answerers.of(model).check_reuse(reuse)
+        self._answerers.check_reuse(reuse, model)
 
     def ingest(
         self,

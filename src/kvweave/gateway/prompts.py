@@ -38,9 +38,16 @@ class UpstreamPrompt:
     content: Mapping[str, Any]  # `messages` or `prompt`
     routed: RoutedPrompt
     num_tokens: int  # a guess where the tokenizer is not here; the upstream counts
-    chunks: tuple[tuple[int, int], ...] = ()  # half-open spans of token ids
+    chunks: tuple[ChunkIds, ...] = ()  # in front of the question, in this order
+    spans: tuple[tuple[int, int], ...] = ()  # half-open, of all chunks, the history's too
     preamble: int = 0  # tokens of it
     asked: tuple[int, int] | None = None  # what the user wrote
+
+    @property
+    def front(self) -> RoutedPrompt:
+        """What stands in front of the chunks: all but them and the question."""
+        parts = self.routed.parts[: -len(self.chunks) - 1]
+        return self.routed._replace(parts=parts)
 
     @property
     def places(self) -> dict[ChunkId, tuple[int, int]]:
@@ -55,11 +62,11 @@ class UpstreamPrompt:
         }
 
 
-class PromptWords(NamedTuple):
+class UpstreamWords(NamedTuple):
     """What a prompt is made of."""
 
     question: str
-    chunks: Sequence[ChunkIds]
+    chunks: tuple[ChunkIds, ...]
     system: str
     history: Sequence[PastMessage] = ()
     salt: bytes = b""  # of the tenant
@@ -71,11 +78,7 @@ class PromptMaker(Protocol):
 
     needs_texts: bool  # `text_of` is called
 
-    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt: ...
-
-    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
-        """What stands in front of the chunks."""
-        ...
+    def make(self, words: UpstreamWords, text_of: TextOf) -> UpstreamPrompt: ...
 
 
 class TokenPrompts:
@@ -86,7 +89,7 @@ class TokenPrompts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt:
+    def make(self, words: UpstreamWords, text_of: TextOf) -> UpstreamPrompt:
         prompt = lay_out(self._tokenizer, words.question, words.chunks, words.system, words.history)
         said = {chunk for message in words.history for chunk in message.chunks}
         parts, spans = _parts(prompt, said)
@@ -97,14 +100,11 @@ class TokenPrompts:
             {"prompt": token_ids},
             RoutedPrompt(tuple(parts), words.salt, words.model),
             len(token_ids),
+            words.chunks,
             tuple(spans),
             len(prompt.preamble),
             (start + prompt.asked[0], start + prompt.asked[1]),
         )
-
-    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
-        made = self.make(words._replace(chunks=()), text_of).routed
-        return made._replace(parts=made.parts[:-1])  # all but the question
 
 
 class TextPrompts:
@@ -112,7 +112,7 @@ class TextPrompts:
 
     needs_texts = True
 
-    def make(self, words: PromptWords, text_of: TextOf) -> UpstreamPrompt:
+    def make(self, words: UpstreamWords, text_of: TextOf) -> UpstreamPrompt:
         messages: list[dict[str, str]] = []
         parts: list[PromptPart] = []
 
@@ -129,11 +129,8 @@ class TextPrompts:
             say(message.role, message.content, message.chunks)
         say("user", words.question, words.chunks)
         routed = RoutedPrompt(tuple(parts), words.salt, words.model)
-        return UpstreamPrompt(CHAT, {"messages": messages}, routed, routed.num_tokens)
-
-    def front(self, words: PromptWords, text_of: TextOf) -> RoutedPrompt:
-        made = self.make(words._replace(chunks=()), text_of).routed
-        return made._replace(parts=made.parts[:-1])
+        content = {"messages": messages}
+        return UpstreamPrompt(CHAT, content, routed, routed.num_tokens, words.chunks)
 
 
 def chat_messages(

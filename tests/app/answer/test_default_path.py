@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.router import NO_CHUNKS
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.runtime import ModelRuntime
@@ -78,7 +78,7 @@ def test_documents_that_come_back_in_another_order_can_be_fused(plain: Weave) ->
     asked: dict[str, Any] = {"sampling": GREEDY, "reuse": "weave", "tenant": "a"}
     plain.ask("What is it?", documents=DOCUMENTS[:3], **asked)
     plain.ask("What is it?", documents=DOCUMENTS[2::-1], **asked)
-    memory = plain._answerer.documents
+    memory = plain._target.documents
     assert memory is not None
     assert memory.promotion.wait(60)
     third = plain.ask("What?", documents=[DOCUMENTS[2], DOCUMENTS[0], DOCUMENTS[1]], **asked)
@@ -93,7 +93,7 @@ def test_documents_that_come_back_in_another_order_can_be_fused(plain: Weave) ->
 def test_a_memory_that_is_off_keeps_nothing(model: Model) -> None:
     settings = AnswerSettings(documents=DocumentMemoryConfig(capacity_bytes=0))
     with Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave:
-        assert weave._answerer.documents is None
+        assert weave._target.documents is None
         for _ in range(2):
             answer = weave.ask("What?", documents=DOCUMENTS, sampling=GREEDY)
         assert counts(answer)["exact"] > 0, "exact KV costs nothing and stays"
@@ -117,7 +117,7 @@ def test_planners_of_system_prompts_that_are_gone_go_too(world: World, weave: We
     world.set_machine()
     for number in range(20):
         weave.ask(QUESTION, sampling=GREEDY, reuse="auto", system=f"Rule {number}.", k=1)
-    assert len(weave._answerer.router._planners) <= 16
+    assert len(weave._target.router._planners) <= 16
 
 
 def test_a_configured_reuse_holds_for_chats_too(model: Model) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.auto.machine_profile import profile_path
+from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.requests import exact_request
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.engine.config import EngineConfig

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvweave import Weave
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.audit import auditor
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.auditor import AuditConfig, Auditor, AuditSampler

@@ -12,7 +12,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED
-from kvweave.app.auto.auto_planner import AutoPlanner, Planned
+from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
 from kvweave.app.auto.facts import (
     CalibratedGate,
     layer_bytes_per_token,
@@ -495,7 +495,7 @@ def test_the_time_of_a_plan_is_not_called_retrieval(
     world.set_machine()
     plan = AutoPlanner.plan
 
-    def slow(*arguments: Any) -> Planned:
+    def slow(*arguments: Any) -> PromptPlan:
         time.sleep(0.5)
         return plan(*arguments)
 

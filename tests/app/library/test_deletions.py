@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.chunker import make_chunk_id

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from kvweave.app.answer.answerer import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library_kv import KVOptions

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.app.library.kv_sync import KVSync, remove_with_kv
 from kvweave.app.library.library_kv import KVOptions

@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kvweave.app.answer.answer_trace import AnswerTrace
+from kvweave.app.answer.guessing import SpeculationRecord
+from kvweave.app.answer.notes import AnswerNotes, UpstreamNote
 from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
-from kvweave.app.notes import AnswerNotes, UpstreamNote
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
-from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.text.detokenizer import Detokenizer, StopMatcher
 from kvweave.text.loops import LoopWatch
 from kvweave.text.tokenizer import Tokenizer

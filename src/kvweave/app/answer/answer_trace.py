@@ -3,7 +3,7 @@ made for it; `answer_details.py` reads it once somebody asks."""
 
 from dataclasses import dataclass
 
-from kvweave.app.notes import AnswerEvent
+from kvweave.app.answer.notes import AnswerEvent
 from kvweave.engine.request import RequestTimeline
 from kvweave.text.prompt import Prompt
 

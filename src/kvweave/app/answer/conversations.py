@@ -17,12 +17,12 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from kvweave.app.answer.chunk_map import ChunkMap
 from kvweave.app.answer.recognised import RecognisedTurns, SaidBefore
 from kvweave.app.answer.talk import Talk, digest_of, never_gone
 from kvweave.app.library.kv_maker import IsGone
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.kv.tree.node import ChunkRef
-from kvweave.plan.dedup import ChunkMap
 from kvweave.text.prompt import PastMessage
 
 MAX_CONVERSATIONS = 10_000

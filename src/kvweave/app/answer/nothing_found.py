@@ -5,12 +5,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.stages import Asked, Submitted
 
 NOTHING_TEXT = "Nothing about this was found in the knowledge base."
-
-
-class NothingFound(Exception):
-    """A search found no chunk, and the conversation holds none either."""
 
 
 class SaidAnswer:
@@ -65,3 +63,9 @@ class SaidAnswer:
             nothing_found=True,
             query=self._query,
         )
+
+
+def say_nothing_found(asked: Asked, text: str | None) -> Submitted:
+    """Answer a question that nothing was found for, in `text` or in the usual words."""
+    said = SaidAnswer(text or NOTHING_TEXT, asked.called_s, asked.question.query)
+    return Submitted(said, AnswerNotes())

@@ -11,17 +11,20 @@ the answer's explain record says so.
 
 import threading
 from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvweave.app.answer.token_stream import OnFirst, Submission
+from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.settings import NO_LIBRARY
+from kvweave.app.answer.stages import Planned
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
+from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, PreambleKey
-from kvweave.app.notes import AnswerNotes
 from kvweave.app.question import AUTO, Question
-from kvweave.app.requests import Fusion, exact_request, fused_request
 from kvweave.app.runtime import ModelRuntime
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import (
     NEEDS_PROFILE,
@@ -34,7 +37,7 @@ from kvweave.plan.ordering import OrderPermission
 from kvweave.text.prompt import Prompt
 
 if TYPE_CHECKING:
-    from kvweave.app.auto.auto_planner import AutoPlanner
+    from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
     from kvweave.plan.plan import Plan
 
 WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200.json
@@ -43,7 +46,7 @@ NO_CHUNKS = "the prompt has no chunks"
 NO_MEMORY = "no knowledge base is open, and documents are not remembered"
 NOTHING_STORED = "none of these chunks has stored KV behind this system prompt"
 NOT_MEASURED = "this machine was never measured; idle time does that, or `kvweave measure` at once"
-NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
+EnginePlan = Planned[Prompt, EngineRequest]
 
 
 class NamedStrategy(NamedTuple):
@@ -55,7 +58,7 @@ class NamedStrategy(NamedTuple):
 
 
 class Router:
-    """Makes prompts into submissions, with one model and a source of chunk KV. Any thread."""
+    """Plans how prompts are computed, with one model and a source of chunk KV. Any thread."""
 
     def __init__(
         self,
@@ -85,9 +88,9 @@ class Router:
         strategy = open_strategy(name, facts)
         return NamedStrategy(strategy, chosen_ratio(strategy, ratio))
 
-    def submission(
+    def plan(
         self, prompt: Prompt, question: Question, named: NamedStrategy | None, notes: AnswerNotes
-    ) -> Submission:
+    ) -> EnginePlan:
         """How a prompt is answered; `named` is the question's. Nothing is remembered of it before
         its first token: it may be a guess. Raises RequestError if it cannot be answered."""
         self._client.check(prompt.token_ids)
@@ -101,7 +104,7 @@ class Router:
         return self._exact(prompt, question, kv, notes)
 
     def get_ready(self, key: PreambleKey, question: Question, named: NamedStrategy | None) -> None:
-        """Do what a first submission behind this preamble would wait for."""
+        """Do what a first prompt behind this preamble would wait for."""
         if self._source is None:
             return
         kv = self._source.behind(key)
@@ -110,7 +113,7 @@ class Router:
         elif named is not None and named.strategy.reuses == "all":
             kv.preamble()
 
-    def plan(self, prompt: Prompt, question: Question) -> "Plan":
+    def preview(self, prompt: Prompt, question: Question) -> "Plan":
         """What "auto" would do."""
         self._client.check(prompt.token_ids)
         kv = self._kv(prompt)
@@ -158,20 +161,21 @@ class Router:
 
     def _exact(
         self, prompt: Prompt, question: Question, kv: KVBehind | None, notes: AnswerNotes
-    ) -> Submission:
+    ) -> EnginePlan:
         """What the knowledge tree has is taken, the rest is computed and kept there."""
         request = exact_request(prompt, question.drawn, self._tokenizer.eos_ids, use_tree=True)
-        return Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
+        listeners = partial(_note, notes), partial(_see, kv, prompt)
+        return Planned(prompt, request, notes, listeners)
 
     def _as_named(
         self, prompt: Prompt, question: Question, named: NamedStrategy, notes: AnswerNotes
-    ) -> Submission:
+    ) -> EnginePlan:
         strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
         kv = self._kv(prompt)
         prompt = self._reordered(prompt, question, strategy, kv)
         if strategy.reuses == "none":  # for measurements: it leaves nothing behind
             request = exact_request(prompt, question.drawn, eos_ids, use_tree=False)
-            return Submission(prompt, request, notes, (_noted(notes),))
+            return Planned(prompt, request, notes, (partial(_note, notes),))
         if strategy.reuses == "exact":
             return self._exact(prompt, question, kv, notes)
         if self._source is None:
@@ -180,10 +184,8 @@ class Router:
             return self._exact(prompt, question, kv, notes)
         fusion = Fusion(strategy, named.ratio)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
-        made = Submission(prompt, request, notes, (_noted(notes), _seen(kv, prompt)))
-        if not named.is_usual or question.watched:
-            return made
-        return self._auditor.watch(made, question.allowed, is_planned=False)
+        made = Planned(prompt, request, notes, (partial(_note, notes), partial(_see, kv, prompt)))
+        return self._audited(made, question, is_planned=False) if named.is_usual else made
 
     def _reordered(
         self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
@@ -200,34 +202,47 @@ class Router:
 
     def _planned(
         self, prompt: Prompt, question: Question, kv: KVBehind, notes: AnswerNotes
-    ) -> Submission:
+    ) -> EnginePlan:
         """As the planner chooses, from what tree and tiers hold now."""
         planner = self.planner(kv, prompt.tenant)
         chosen = planner.plan(prompt, question.allowed, question.permission)
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         notes.why = planner.hint(chosen)
-        observe = planner.observer(chosen, notes)
-        made = Submission(chosen.prompt, request, notes, (observe,))
+        observe = partial(_observe, planner, chosen, planner.num_recorded(), notes)
+        made = Planned(chosen.prompt, request, notes, (observe,))
+        return self._audited(made, question, is_planned=True)
+
+    def _audited(self, made: EnginePlan, question: Question, *, is_planned: bool) -> EnginePlan:
+        """The same prompt, to be audited if it is fused and chosen."""
         if question.watched:  # by somebody else, who keeps what the model thought
             return made
-        return self._auditor.watch(made, question.allowed)
+        watch = self._auditor.watch(made.request, question.allowed, is_planned=is_planned)
+        if watch is None:
+            return made
+        made.notes.audit = watch.note
+        return replace(made, request=watch.request).heard_by(*watch.listeners)
 
 
-def _noted(notes: AnswerNotes) -> OnFirst:
-    """Keeps how a prompt was prefilled."""
-
-    def note(ticket: Ticket) -> None:
-        if ticket.record is not None:
-            notes.keep(ticket.record)
-
-    return note
+def _note(notes: AnswerNotes, ticket: Ticket) -> None:
+    """Keep how a prompt was prefilled."""
+    if ticket.record is not None:
+        notes.keep(ticket.record)
 
 
-def _seen(kv: KVBehind | None, prompt: Prompt) -> OnFirst:
-    """Counts the chunks of a prompt: those that come back get their KV stored."""
+def _observe(
+    planner: "AutoPlanner",
+    chosen: "PromptPlan",
+    num_recorded: int,
+    notes: AnswerNotes,
+    ticket: Ticket,
+) -> None:
+    """Keep what became of a plan, from which the planner learns."""
+    seen = planner.observe(chosen, ticket, num_recorded)
+    notes.decision, notes.why = seen.decision, seen.why or notes.why
+    _note(notes, ticket)
 
-    def see(_: Ticket) -> None:
-        if kv is not None:
-            kv.saw(prompt.chunks, as_of=prompt.as_of, has_front=not prompt.history)
 
-    return see
+def _see(kv: KVBehind | None, prompt: Prompt, _: Ticket) -> None:
+    """Count the chunks of a prompt: those that come back get their KV stored."""
+    if kv is not None:
+        kv.saw(prompt.chunks, as_of=prompt.as_of, has_front=not prompt.history)

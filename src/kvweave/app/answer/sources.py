@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.cuts import section_title
 from kvweave.fuse.record import ChunkRecord, FuseRecord
-from kvweave.text.prompt import Document, Prompt
+from kvweave.text.prompt import Document, Prompt, chunk_text
+from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId, DocumentId, Hit
 
 COMPUTED = "computed"
@@ -19,6 +20,7 @@ class RetrievedChunk(NamedTuple):
 
     token_ids: tuple[int, ...]
     title: str
+    text: str  # as it stands in the prompt
     id: ChunkId | None = None  # where it is known; `make_chunk_id` names any
     score: float | None = None  # of the search; None: brought
     document: DocumentId | None = None  # of the knowledge base; None: brought
@@ -26,11 +28,13 @@ class RetrievedChunk(NamedTuple):
     @classmethod
     def found(cls, hit: Hit) -> "RetrievedChunk":
         chunk = hit.chunk
-        return cls(chunk.token_ids, section_title(chunk), chunk.id, hit.score, hit.document)
+        title = section_title(chunk)
+        return cls(chunk.token_ids, title, chunk.text, chunk.id, hit.score, hit.document)
 
     @classmethod
-    def brought(cls, document: Document, token_ids: tuple[int, ...]) -> "RetrievedChunk":
-        return cls(token_ids, document.title.strip())
+    def brought(cls, document: Document, tokenizer: Tokenizer) -> "RetrievedChunk":
+        text = chunk_text(document)
+        return cls(tuple(tokenizer.encode_text(text)), document.title.strip(), text)
 
 
 @dataclass(frozen=True, slots=True)

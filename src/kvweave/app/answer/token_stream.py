@@ -1,32 +1,13 @@
-"""A prompt on its way through the engine: what is submitted, and the tokens that come back.
-
-Submission ─► TokenStream ─► Engine.submit ─► Ticket ─► tokens
-"""
+"""The tokens of a prompt that the engine computes."""
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from kvweave.app.notes import AnswerNotes
+from kvweave.app.answer.guessing import GuessFigures
+from kvweave.app.answer.stages import Listener
 from kvweave.app.runtime import EngineClient
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice
-from kvweave.text.prompt import Prompt
-
-OnFirst = Callable[[Ticket], None]  # hears of a ticket when its first token is there
-
-
-class Submission(NamedTuple):
-    """A prompt that is ready for the engine, and what is to be noted about it."""
-
-    prompt: Prompt  # its chunks in the order that the engine is given
-    request: EngineRequest
-    notes: AnswerNotes
-    on_first: tuple[OnFirst, ...]  # called in this order, on the thread that reads the tokens
-
-    def also(self, *on_first: OnFirst) -> "Submission":
-        """The same, with more to hear of its first token."""
-        return self._replace(on_first=(*self.on_first, *on_first))
 
 
 class TokenStream(Iterator[Choice]):
@@ -37,28 +18,29 @@ class TokenStream(Iterator[Choice]):
         self,
         client: EngineClient,
         request: EngineRequest,
-        on_first: tuple[OnFirst, ...] = (),
+        listeners: tuple[Listener, ...] = (),
         *,
-        ticket: Ticket | None = None,
+        is_held: bool = False,
     ) -> None:
-        """Submitted when the first token is asked for, unless it has a `ticket` already."""
+        """Submitted when the first token is asked for; one that is held is submitted now, and hands
+        nothing out before it is released. `listeners` hear of its ticket with the first token."""
         self._client = client
         self._request = request
-        self._on_first = on_first
+        self._listeners = listeners
         self._counted = client.answers.one()
         self._lock = threading.Lock()  # guards the next two
-        self._ticket = ticket
+        self._ticket: Ticket | None = None
         self._closed = False
-        if ticket is not None:
-            self._counted.__enter__()
+        if is_held:
+            self.begin(is_held=True)
 
-    def begin(self) -> Ticket | None:
+    def begin(self, *, is_held: bool = False) -> Ticket | None:
         """Submit it, if that was not done. None: it was closed before."""
         with self._lock:
             if self._closed:
                 return None
             if self._ticket is None:
-                self._ticket = self._client.engine.submit(self._request)
+                self._ticket = self._client.engine.submit(self._request, held=is_held)
                 self._counted.__enter__()
             return self._ticket
 
@@ -68,8 +50,8 @@ class TokenStream(Iterator[Choice]):
             raise StopIteration
         try:
             choice = next(ticket)
-            on_first, self._on_first = self._on_first, ()
-            for hear in on_first:
+            listeners, self._listeners = self._listeners, ()
+            for hear in listeners:
                 hear(ticket)
             return choice
         except BaseException:  # it is over, or one that heard of it failed
@@ -86,6 +68,28 @@ class TokenStream(Iterator[Choice]):
         if ticket is not None:
             ticket.cancel()
             self._counted.__exit__(None, None, None)
+
+    # ── as a guess ───────────────────────────────────────────────────────────
+
+    @property
+    def is_done(self) -> bool:
+        return self._ticket is not None and self._ticket.is_done
+
+    def cancel(self) -> None:
+        self.close()
+
+    def release(self) -> None:
+        if self._ticket is not None:
+            self._ticket.release()
+
+    @property
+    def figures(self) -> GuessFigures:
+        if self._ticket is None:
+            return GuessFigures()
+        line = self._ticket.timeline
+        return GuessFigures(
+            line.saved_tokens, line.wasted_tokens, line.prefilled_s, line.finished_s
+        )
 
     def __del__(self) -> None:
         self.close()

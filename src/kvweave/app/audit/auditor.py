@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvweave.app.answer.token_stream import Submission
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.figures import AuditNote
 from kvweave.app.runtime import EngineClient
@@ -80,6 +79,14 @@ class _AuditCase(NamedTuple):
     is_planned: bool  # else the user named its strategy
 
 
+class AuditWatch(NamedTuple):
+    """A fused request, and what is to be done about its audit."""
+
+    note: AuditNote
+    request: EngineRequest  # watched, if it was chosen
+    listeners: tuple[Callable[[Ticket], None], ...]  # hear of its first token
+
+
 class Auditor:
     """Of one knowledge base, or of documents without one. Any thread; nothing here waits but
     `wait` and `close`. At most MOST_OUTSTANDING answers hold their distributions."""
@@ -119,21 +126,22 @@ class Auditor:
                 self._log = self._open_log(self.metrics)
             return self._log
 
-    def watch(self, made: Submission, bound: float, *, is_planned: bool = True) -> Submission:
-        """The same submission, to be audited if it is fused and chosen. `is_planned`: the gate let
-        it through within `bound`; else its strategy was named, and a breach is only told."""
-        part = made.request.fused
+    def watch(
+        self, request: EngineRequest, bound: float, *, is_planned: bool = True
+    ) -> AuditWatch | None:
+        """Choose whether a fused request is audited; None: it is not fused. `is_planned`: the gate
+        let it through within `bound`; else its strategy was named, and a breach is only told."""
+        part = request.fused
         if part is None:
-            return made
+            return None
         name, ratio = part.strategy.name, part.ratio
         figures = self.log.figures(name, ratio)
         is_chosen = self._choose(self.log.is_open_question(name, ratio, bound))
-        made.notes.audit = AuditNote(is_chosen, figures)
+        note = AuditNote(is_chosen, figures)
         if not is_chosen:
-            return made
-        watched = replace(made.request, watched=WATCHED_TOKENS)
-        begin = lambda ticket: self._begin(_AuditCase(ticket, bound, is_planned))  # noqa: E731
-        return made._replace(request=watched).also(begin)
+            return AuditWatch(note, request, ())
+        watched = replace(request, watched=WATCHED_TOKENS)
+        return AuditWatch(note, watched, (partial(self._begin, bound, is_planned),))
 
     def wait(self, timeout_s: float) -> bool:
         """Until no answer waits to be audited. False: it takes longer."""
@@ -168,8 +176,9 @@ class Auditor:
             self._begun_s.append(now_s)
             return True
 
-    def _begin(self, case: _AuditCase) -> None:
+    def _begin(self, bound: float, is_planned: bool, ticket: Ticket) -> None:
         """The first token of a watched answer is there."""
+        case = _AuditCase(ticket, bound, is_planned)
         with self._lock:
             if self._is_closed or self._outstanding >= MOST_OUTSTANDING:
                 return

@@ -8,7 +8,7 @@ gone; the engine takes what is there and computes the rest.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ from kvweave.app.auto.facts import (
 from kvweave.app.auto.lessons import Lessons
 from kvweave.app.auto.measurements import NOT_CALIBRATED, Measurements
 from kvweave.app.auto.path_feeder import PathFeeder
+from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.kv_behind import KVBehind
-from kvweave.app.notes import AnswerNotes
-from kvweave.app.requests import Fusion, exact_request, fused_request
 from kvweave.calibrate.gate import Table
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
@@ -51,13 +50,20 @@ log = logging.getLogger(__name__)
 WAS_CLOSE = "its first token was a close call: what was fused is thrown away, all is exact"
 
 
-class Planned(NamedTuple):
+class PromptPlan(NamedTuple):
     """A plan, and the prompt in the order it wants."""
 
     request: PlanRequest
     plan: Plan
     prompt: Prompt
     elsewhere: frozenset[ChunkId]  # computed here, though the tree has it behind another path
+
+
+class Observed(NamedTuple):
+    """What became of a plan."""
+
+    decision: Decision
+    why: str | None  # nothing is reused after all; None: it is as planned
 
 
 class AutoPlanner:
@@ -118,13 +124,13 @@ class AutoPlanner:
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
         self._feeder = PathFeeder(engine)
 
-    def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
+    def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> PromptPlan:
         """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
         whose speed is not known, and waits a moment for that."""
         with self._lock:
             return self._plan(prompt, bound, order)
 
-    def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> Planned:
+    def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> PromptPlan:
         chunks = _named(prompt)
         self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
         found = self._peek.found().items()
@@ -147,10 +153,10 @@ class AutoPlanner:
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)
         path = [part.id for part in (*request.history, *plan.order)]
         elsewhere = self._paths.only_elsewhere(path) & chunks.keys()
-        return Planned(request, plan, replace(prompt, chunks=ordered), frozenset(elsewhere))
+        return PromptPlan(request, plan, replace(prompt, chunks=ordered), frozenset(elsewhere))
 
     def request(
-        self, planned: Planned, sampling: Sampling, eos_ids: Collection[int]
+        self, planned: PromptPlan, sampling: Sampling, eos_ids: Collection[int]
     ) -> EngineRequest:
         """What the engine is asked for to carry a plan out."""
         plan, strategy = planned.plan, self._strategy(planned.plan)
@@ -165,25 +171,19 @@ class AutoPlanner:
         """A prompt in the order that a plan would give it, whatever else it would do."""
         return self.plan(prompt, bound, order).prompt
 
-    def hint(self, planned: Planned) -> str | None:
+    def hint(self, planned: PromptPlan) -> str | None:
         """What the caller could do to have more reused; None: nothing."""
         if planned.plan.strategy is not None:
             return None
         return self._doubt
 
-    def observer(self, planned: Planned, notes: AnswerNotes) -> Callable[[Ticket], None]:
-        """Hears of the first token of a plan's request: notes what was done, and learns from it."""
-        num_recorded = self._lessons.num_recorded()
+    def num_recorded(self) -> int:
+        """Recordings that were tried so far."""
+        return self._lessons.num_recorded()
 
-        def observe(ticket: Ticket) -> None:
-            self._observe(planned, notes, ticket, num_recorded)
-
-        return observe
-
-    def _observe(
-        self, planned: Planned, notes: AnswerNotes, ticket: Ticket, num_recorded: int
-    ) -> None:
-        """`num_recorded`: recordings that were tried before it was submitted."""
+    def observe(self, planned: PromptPlan, ticket: Ticket, num_recorded: int) -> Observed:
+        """Learn from the prompt of a plan, which is through. `num_recorded`: recordings that were
+        tried before it was submitted."""
         plan, prompt, record, timeline = (
             planned.plan,
             planned.prompt,
@@ -195,11 +195,7 @@ class AutoPlanner:
         assert record is not None, "a prompt that is through has a record"
         actual_s = timeline.loading_s + timeline.computing_s
         check = PredictionCheck(plan.chosen.name, predicted_s, actual_s)
-        notes.decision = Decision(plan, check)
         was_close = plan.strategy is not None and record.strategy != plan.strategy
-        if was_close:
-            notes.why = WAS_CLOSE
-        notes.keep(record)
         has_front = not prompt.history
         self._kv.saw(prompt.chunks, planned.elsewhere, prompt.as_of, has_front=has_front)
         with self._lock:
@@ -209,6 +205,7 @@ class AutoPlanner:
         self._measured.keep_lessons()
         if num_returned:
             self._feeder.feed(prompt, num_returned)
+        return Observed(Decision(plan, check), WAS_CLOSE if was_close else None)
 
     def expected(self, plan: Plan) -> LoadCost:
         """How long the chosen option loads and computes, by the machine's profile."""

@@ -3,7 +3,7 @@
 import threading
 from dataclasses import replace
 
-from kvweave.app.requests import exact_request
+from kvweave.app.auto.requests import exact_request
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, Unpack
 
-from kvweave.app.answer.answerer import AnswerSettings
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.search_pace import Paces, PrefillPace, SearchPace
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.answer.speculation import SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
@@ -60,7 +61,6 @@ from kvweave.ingest.sources import FileBytes, Later, TextSource
 from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
-from kvweave.plan.search_pace import Paces, PrefillPace, SearchPace
 
 __all__ = [
     "ENDINGS",

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvweave.app.answer.notes import UpstreamNote
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.notes import UpstreamNote
 from kvweave.app.weave import REPETITION, Answer
 from kvweave.metrics import Sample
 from kvweave.serve.observe.spans import AnswerSpans

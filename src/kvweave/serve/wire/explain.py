@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from kvweave.app.notes import UpstreamNote
+from kvweave.app.answer.notes import UpstreamNote
 from kvweave.app.weave import Answer
 from kvweave.serve.wire.base import Outgoing
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.plan.dedup import ChunkMap
+from kvweave.app.answer.chunk_map import ChunkMap
 from worlds.tree import refs
 
 

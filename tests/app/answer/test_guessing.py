@@ -5,20 +5,23 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvweave.app.answer.guessing import GuessFigures, Speculator, retrieve
+from kvweave.app.answer.stages import Found
 from kvweave.errors import CorpusError, RequestError
-from kvweave.plan.retrieval import Speculator, ids_of, retrieve
 from kvweave.types import Chunk, ChunkId, Hit
 
 
-def hits(*names: str) -> list[Hit]:
-    return [Hit(Chunk(ChunkId(name), "", name, (1,)), 1.0) for name in names]
+def hits(*names: str) -> Found:
+    return Found.from_hits([Hit(Chunk(ChunkId(name), "", name, (1,)), 1.0) for name in names])
 
 
 class Run:
     """A generation that only remembers what was done to it."""
 
-    def __init__(self, found: Sequence[Hit], held: bool) -> None:
-        self.top_k = ids_of(found)
+    figures = GuessFigures()
+
+    def __init__(self, found: Found, held: bool) -> None:
+        self.top_k = found.ids
         self.held = held
         self.cancelled = False
         self.is_done = False
@@ -38,13 +41,15 @@ class World:
         self._queue = iter(queue)
         self._refuses = tuple(refuses)
 
-    def start(self, found: Sequence[Hit], held: bool) -> Run:
-        if self._refuses and ids_of(found) == self._refuses:
+    def start(self, found: Found, held: bool) -> Run:
+        if self._refuses and found.ids == self._refuses:
             raise RequestError("the prompt is too long")
         self.runs.append(Run(found, held))
         return self.runs[-1]
 
-    def speculator(self, most: int = 2, worth: Sequence[int] | None = None) -> Speculator[Run]:
+    def speculator(
+        self, most: int = 2, worth: Sequence[int] | None = None
+    ) -> Speculator[Found, Run]:
         def is_worth(stage: int) -> bool:
             return worth is None or stage in worth
 
@@ -68,7 +73,7 @@ def test_a_list_that_stands_from_the_first_stage_is_started_once_and_released_at
 def test_nothing_is_released_before_the_search_is_over() -> None:
     world = World()
 
-    def stages() -> Iterator[list[Hit]]:
+    def stages() -> Iterator[Found]:
         for _ in range(3):
             yield hits("a")
             assert [run.held for run in world.runs] == [True]
@@ -83,7 +88,7 @@ def test_a_changed_list_ends_the_guess_and_starts_another() -> None:
     assert [run.cancelled for run in world.runs] == [True, False]
     assert got.generation is world.runs[1]
     assert not world.runs[1].held
-    assert got.said.wrong == [world.runs[0]]
+    assert [wrong.generation for wrong in got.said.wrong] == [world.runs[0]]
     assert got.said.right is not None
     assert got.said.right.stage == 2
 
@@ -134,7 +139,7 @@ def test_a_last_list_that_cannot_be_computed_is_the_callers_error() -> None:
 def test_a_guess_that_failed_is_started_again_when_it_turns_out_right() -> None:
     world = World()
 
-    def stages() -> Iterator[list[Hit]]:
+    def stages() -> Iterator[Found]:
         yield hits("a")
         world.runs[0].is_done = True
         yield hits("a")
@@ -147,7 +152,7 @@ def test_a_guess_that_failed_is_started_again_when_it_turns_out_right() -> None:
 def test_a_search_that_breaks_off_ends_its_guess(error: BaseException) -> None:
     world = World()
 
-    def stages() -> Iterator[list[Hit]]:
+    def stages() -> Iterator[Found]:
         yield hits("a")
         raise error
 
@@ -170,7 +175,7 @@ def test_a_stage_that_is_not_worth_a_guess_gets_none() -> None:
 def test_an_empty_knowledge_base_is_answered_without_a_guess() -> None:
     world = World()
     got = retrieve(iter([hits(), hits()]), world.speculator())
-    assert got.hits == []
+    assert got.generation.top_k == ()
     assert (len(world.runs), got.said.started) == (1, 0)
 
 
@@ -181,14 +186,14 @@ def test_over_random_searches_one_guess_lives_and_the_last_list_answers() -> Non
         lists = [hits(*rng.sample("abc", 2)) for _ in range(rng.randint(1, 6))]
         speculator = world.speculator()
 
-        def stages(lists: list[list[Hit]] = lists, world: World = world) -> Iterator[list[Hit]]:
+        def stages(lists: list[Found] = lists, world: World = world) -> Iterator[Found]:
             for each in lists:
                 yield each
                 alive = world.alive()
                 assert len(alive) <= 1
-                assert all(run.top_k == ids_of(each) and run.held for run in alive)
+                assert all(run.top_k == each.ids and run.held for run in alive)
 
         got = retrieve(stages(), speculator)
         assert world.alive() == [got.generation]
-        assert got.generation.top_k == ids_of(lists[-1])
+        assert got.generation.top_k == lists[-1].ids
         assert not got.generation.held

@@ -4,13 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from kvweave.app.answer.guessing import SpeculationLog, SpeculationRecord
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.audit.figures import AuditNote
 from kvweave.engine.request import RequestTimeline, Ticket
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
-from kvweave.plan.retrieval import SpeculationRecord
 from kvweave.text.prompt import Prompt
+
+SEARCH, GUESS = "search", "guess"  # lanes of a timeline
 
 
 class AnswerEvent(NamedTuple):
@@ -31,13 +33,16 @@ def _unknown(_num_tokens: int) -> None:
 class AnswerNotes:
     """Written before the answer's first token is handed out, read when it is finished."""
 
+    called_s: float = 0.0  # when the caller asked, by time.perf_counter
     record: FuseRecord | None = None  # how the prompt was prefilled
     decision: Decision | None = None  # why so; None unless the planner chose
     speculation: SpeculationRecord | None = None  # what was guessed while searching
+    guesses: SpeculationLog[Any] | None = None  # what `speculation` is made of at the first token
     not_guessed: str | None = None  # why nothing was to be guessed
     audit: AuditNote | None = None  # of a fused one that may be audited
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them
+    ordered_by: str = "given"  # what a gateway moved the chunks for
     why: str | None = None  # no more is reused, and what to do about it
     question: str = ""  # what was asked
     query: str | None = None  # what was searched for, where that is not the question itself
@@ -53,6 +58,30 @@ class AnswerNotes:
         """The prompt is prefilled, and this is how. Heard once, before the first token."""
         stages = replace(record.stages, retrieve=self.retrieve_ms)
         self.record = replace(record, stages=stages, why=self.why, left_out=self.left_out)
+
+    def keep_guesses(self) -> None:
+        """Keep what was guessed while searching, if anything was. Heard with the first token: wrong
+        guesses are over by then."""
+        if self.guesses is not None:
+            self.speculation = self.guesses.record()
+            self.events += _guess_events(self.guesses)
+
+
+def _guess_events(said: SpeculationLog[Any]) -> list[AnswerEvent]:
+    """The stages of a search, and what was guessed meanwhile."""
+    events, start_s = [], said.ended_s - said.search_s
+    for number, end_s in enumerate(said.stages_s, 1):
+        events.append(AnswerEvent(f"stage {number}", SEARCH, start_s, end_s))
+        start_s = end_s
+    for wrong in said.wrong:
+        figures = wrong.generation.figures
+        end_s = said.ended_s if figures.finished_s is None else figures.finished_s
+        detail = f"wrong: {figures.wasted_tokens} tokens wasted"
+        events.append(AnswerEvent("guess", GUESS, wrong.started_s, end_s, detail))
+    if said.right is not None:
+        detail = f"right, made at stage {said.right.stage}"
+        events.append(AnswerEvent("guess", GUESS, said.right.started_s, said.ended_s, detail))
+    return events
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,33 @@ Plain bookkeeping over whatever starts a generation; needs no model, no index an
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.errors import RequestError
-from kvweave.types import ChunkId, Hit
+from kvweave.types import ChunkId
 
 TopK = tuple[ChunkId, ...]  # in order: another order is another prompt
 _ids = itertools.count(1)
+
+
+class FoundList(Protocol):
+    """What a search has found after a stage."""
+
+    @property
+    def ids(self) -> TopK:
+        """The chunks, best first."""
+        ...
+
+
+class GuessFigures(NamedTuple):
+    """What became of a generation. Times are by time.perf_counter."""
+
+    saved_tokens: int = 0  # computed before it was released
+    wasted_tokens: int = 0  # computed, and of no use to any request
+    prefilled_s: float | None = None  # when its prompt was computed; None: not known, or not yet
+    finished_s: float | None = None  # when it ended; None: not known, or not yet
 
 
 class Generation(Protocol):
@@ -40,9 +58,13 @@ class Generation(Protocol):
     def release(self) -> None:
         """It may hand out its tokens."""
 
+    @property
+    def figures(self) -> GuessFigures: ...
 
+
+F = TypeVar("F", bound=FoundList)
 G = TypeVar("G", bound=Generation)
-Start = Callable[[Sequence[Hit], bool], G]  # hits, held → a generation; may raise RequestError
+Start = Callable[[F, bool], G]  # a list, held → a generation; may raise RequestError
 
 
 class Guess(NamedTuple, Generic[G]):
@@ -61,7 +83,7 @@ class SpeculationLog(Generic[G]):
     id: int  # all guesses of one request share it, and at most one of them is under way
     stages: int = 0  # that the search had
     started: int = 0  # guesses
-    wrong: list[G] = field(default_factory=list)  # those that were ended
+    wrong: list[Guess[G]] = field(default_factory=list)  # those that were ended
     right: Guess[G] | None = None  # the one that became the answer
     queue_full: int = 0  # stages at which a guess had to wait for other requests
     refused: int = 0  # guesses that could not be computed, such as one that is too long
@@ -74,8 +96,26 @@ class SpeculationLog(Generic[G]):
         """How much earlier than the end of the search the right guess was started."""
         return 0.0 if self.right is None else self.ended_s - self.right.started_s
 
+    def record(self) -> "SpeculationRecord":
+        """What it came to, once the prompt of the answer is computed. Wrong guesses are over by
+        then: they were ended before."""
+        right, hidden_s = self.right, self.ahead_s
+        figures = GuessFigures() if right is None else right.generation.figures
+        if right is not None and figures.prefilled_s is not None:  # perhaps before the search was
+            hidden_s = min(hidden_s, max(0.0, figures.prefilled_s - right.started_s))
+        return SpeculationRecord(
+            id=self.id,
+            stages=self.stages,
+            guesses=self.started,
+            right_stage=None if right is None else right.stage,
+            search_ms=self.search_s * 1e3,
+            hidden_ms=hidden_s * 1e3,
+            saved_tokens=figures.saved_tokens,
+            wasted_tokens=sum(wrong.generation.figures.wasted_tokens for wrong in self.wrong),
+        )
 
-class Speculator(Generic[G]):
+
+class Speculator(Generic[F, G]):
     """The guesses of one request: at most one is under way. For one thread.
 
     `start` begins a generation. A guess begins only while `pending()`, the requests whose prompts
@@ -86,7 +126,7 @@ class Speculator(Generic[G]):
 
     def __init__(
         self,
-        start: Start[G],
+        start: Start[F, G],
         pending: Callable[[], int],
         max_prefill_bs: int,
         is_worth: Callable[[int], bool] = lambda stage: True,
@@ -99,52 +139,51 @@ class Speculator(Generic[G]):
         self._settled = False
         self.said: SpeculationLog[G] = SpeculationLog(next(_ids))
 
-    def __enter__(self) -> "Speculator[G]":
+    def __enter__(self) -> "Speculator[F, G]":
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._settled:
             self._drop()
 
-    def provisional(self, hits: Sequence[Hit]) -> None:
+    def provisional(self, found: F) -> None:
         """The list after a stage that is not the last, as far as is known yet."""
         self.said.stages += 1
-        top_k = ids_of(hits)
-        if self._guess is not None and self._guess.top_k != top_k:
+        if self._guess is not None and self._guess.top_k != found.ids:
             self._drop()  # first, so that the queue below is without it
-        if self._guess is None and hits and self._is_worth(self.said.stages):
-            self._begin(hits, top_k)
+        if self._guess is None and found.ids and self._is_worth(self.said.stages):
+            self._begin(found)
 
-    def final(self, hits: Sequence[Hit]) -> G:
+    def final(self, found: F) -> G:
         """The search is over: the generation of its list, released. Raises what `start` raises."""
         guess = self._guess
         # One that failed is no answer: what went wrong may have been of that moment.
-        if guess is not None and guess.top_k == ids_of(hits) and not guess.generation.is_done:
+        if guess is not None and guess.top_k == found.ids and not guess.generation.is_done:
             self.said.right = guess
             self._settled = True
             guess.generation.release()
             return guess.generation
         self._drop()
-        generation = self._start(hits, False)
+        generation = self._start(found, False)
         self._settled = True
         return generation
 
-    def _begin(self, hits: Sequence[Hit], top_k: TopK) -> None:
+    def _begin(self, found: F) -> None:
         if self._pending() >= self._max_prefill_bs:
             self.said.queue_full += 1
             return  # nothing is remembered of this list, so the next stage tries again
         try:
-            generation = self._start(hits, True)
+            generation = self._start(found, True)
         except RequestError:  # of this list; the last one may be shorter, and has its own say
             self.said.refused += 1
             return
         self.said.started += 1
-        self._guess = Guess(self.said.stages, top_k, generation, time.perf_counter())
+        self._guess = Guess(self.said.stages, found.ids, generation, time.perf_counter())
 
     def _drop(self) -> None:
         if self._guess is not None:
             self._guess.generation.cancel()
-            self.said.wrong.append(self._guess.generation)
+            self.said.wrong.append(self._guess)
             self._guess = None
 
 
@@ -178,33 +217,29 @@ class SpeculationRecord:
         return f"{told} ({self.saved_tokens} tokens saved, {self.wasted_tokens} wasted)"
 
 
-def ids_of(hits: Sequence[Hit]) -> TopK:
-    return tuple(hit.chunk.id for hit in hits)
-
-
 class RetrievalResult(NamedTuple, Generic[G]):
     """The end of a search."""
 
-    hits: list[Hit]
     generation: G
     said: SpeculationLog[G]
     lists: list[TopK]  # after each stage
 
 
-def retrieve(stages: Iterator[list[Hit]], speculator: Speculator[G]) -> RetrievalResult[G]:
+def retrieve(stages: Iterator[F], speculator: Speculator[F, G]) -> RetrievalResult[G]:
     """Run a staged search to its end, guessing meanwhile. What the search raises ends the guess.
 
     That a stage was the last is known when no other follows; `is_worth` may know it earlier.
     """
     started_s = time.perf_counter()
-    hits: list[Hit] = []
     lists: list[TopK] = []
+    found: F | None = None
     with speculator:
-        for hits in stages:
-            lists.append(ids_of(hits))
+        for found in stages:
+            lists.append(found.ids)
             speculator.said.stages_s.append(time.perf_counter())
-            speculator.provisional(hits)
+            speculator.provisional(found)
+        assert found is not None, "a search has at least one stage"
         said = speculator.said
         said.ended_s = time.perf_counter()
         said.search_s = said.ended_s - started_s
-        return RetrievalResult(hits, speculator.final(hits), said, lists)
+        return RetrievalResult(speculator.final(found), said, lists)

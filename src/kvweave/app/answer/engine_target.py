@@ -1,0 +1,267 @@
+"""The engine of this process as a target: prompts in, tokens out."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvweave.app.answer.answer_stream import AnswerStream
+from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.router import Router
+from kvweave.app.answer.search_pace import PrefillPace
+from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.stages import (
+    Asked,
+    LaidOut,
+    Planned,
+    PromptWords,
+    Recall,
+    Submitted,
+    TurnOpening,
+)
+from kvweave.app.answer.token_stream import TokenStream
+from kvweave.app.answer.tool_answer import tool_sampling
+from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
+from kvweave.app.audit.audit_log import AuditLog, AuditSubject
+from kvweave.app.audit.auditor import Auditor
+from kvweave.app.auto.measurements import Measurements
+from kvweave.app.auto.requests import exact_request
+from kvweave.app.library.document_memory import DocumentMemory
+from kvweave.app.library.kv_behind import PreambleKey
+from kvweave.app.library.library import Library
+from kvweave.app.question import KVTransfer, PlainOptions, Question
+from kvweave.app.runtime import ModelRuntime
+from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.sampling import Sampling
+from kvweave.metrics import Metrics
+from kvweave.plan.ordering import OrderPermission
+from kvweave.text.json_grammar import JsonGrammars
+from kvweave.text.length import refuse_long
+from kvweave.text.prompt import Prompt, chat_prompt, lay_out, split_template
+from kvweave.types import ChunkId
+
+GUESSES_ON_CPU = 1  # whose cores are all busy with one
+GUESSES_ON_DEVICE = 4  # which takes several at once
+
+
+class EngineTarget:
+    """One model and, where one is open, its knowledge base. Any thread. `settle` it while the
+    engine still runs, then `close` it."""
+
+    def __init__(
+        self, runtime: ModelRuntime, library: Library | None, settings: AnswerSettings
+    ) -> None:
+        self.tokenizer = runtime.tokenizer
+        self.max_context = runtime.max_context
+        self._client = runtime.client
+        self._grammars = JsonGrammars(runtime.tokenizer, runtime.decoder.spec.vocab_size)
+        self._library = library
+        self._settings = settings
+        self.sampling = SamplingDefaults(settings.usual.sampling, runtime.generation)
+        self.documents: DocumentMemory | None = None
+        if library is None and settings.documents.is_on:
+            self.documents = DocumentMemory(runtime, settings.documents)
+        codec = settings.documents.codec
+        if library is not None:
+            codec = library.encoder.context.codec
+        self.measured = Measurements(runtime, codec, settings.profile)
+        open_log = partial(_open_audit_log, runtime, library)
+        self.auditor = Auditor(runtime.client, settings.audit, open_log, self._catch_up)
+        self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
+        is_cpu = runtime.decoder.device.type == "cpu"
+        self.max_guesses = GUESSES_ON_CPU if is_cpu else GUESSES_ON_DEVICE
+
+    def settle(self) -> None:
+        """Begin nothing more."""
+        self.auditor.close()
+        self.measured.settle()
+        if self.documents is not None:
+            self.documents.settle()
+
+    def close(self) -> None:
+        """Keep what was learnt, give back what is held. Not the library."""
+        self.measured.close()
+        if self.documents is not None:
+            self.documents.close()
+
+    # ── stages of a question ─────────────────────────────────────────────────
+
+    def check(self, question: Question) -> None:
+        self._catch_up()
+        refuse_long(self.tokenizer, question.texts, self.max_context)
+        self.router.named(question.reuse, question.ratio)
+
+    def open_turn(self, question: Question, recall: Recall) -> TurnOpening:
+        if self._library is not None:
+            self._library.asked_by(question.tenant)
+        as_of = self._client.generation()
+        return TurnOpening(recall(partial(self._client.is_gone, namespace=question.tenant)), as_of)
+
+    def say(self, messages: Sequence[Mapping[str, Any]], sampling: Sampling, tenant: str) -> str:
+        prompt, drawn = chat_prompt(self.tokenizer, messages), PlainOptions(sampling, tenant=tenant)
+        return self.answer_plain(prompt, drawn, time.perf_counter()).finish().text
+
+    def make_prompt(self, words: PromptWords) -> Prompt:
+        question = words.asked.question
+        prompt = lay_out(
+            self.tokenizer,
+            question.question,
+            words.chunks,
+            question.system or "",
+            words.history,
+            question.tool_use,
+            question.since,
+        )
+        as_of = words.asked.turn.as_of
+        return replace(prompt, left_out=words.left_out, tenant=question.tenant, as_of=as_of)
+
+    def has_room(self, prompt: Prompt, max_tokens: int) -> bool:
+        return len(prompt.token_ids) + max_tokens <= self.max_context
+
+    def plan(self, laid: LaidOut[Prompt], notes: AnswerNotes) -> Planned[Prompt, EngineRequest]:
+        asked = laid.words.asked
+        question = asked.question
+        named = self.router.named(question.reuse, question.ratio)
+        if named is not None:
+            named = named._replace(is_usual=asked.is_usual)
+        planned = self.router.plan(laid.prompt, question, named, notes)
+        notes.prompt, notes.full_s = planned.prompt, self.measured.full_prefill_s
+        request = _measured(self._constrained(planned.request), question)
+        listeners = partial(_note_ticket, notes, question.watched), self._learn
+        return replace(planned, request=request).heard_by(*listeners)
+
+    def submit(
+        self, planned: Planned[Prompt, EngineRequest], *, is_held: bool = False
+    ) -> Submitted:
+        request = planned.request
+        tokens = TokenStream(self._client, request, planned.listeners, is_held=is_held)
+        return Submitted(self._stream(planned, tokens), planned.notes, tokens)
+
+    def get_ready(self, asked: Asked) -> None:
+        question = asked.question
+        tools = () if question.tool_use is None else question.tool_use.tools
+        preamble, _ = split_template(self.tokenizer, question.system or "", tools)
+        named = self.router.named(question.reuse, question.ratio)
+        key = PreambleKey(question.tenant, tuple(preamble))
+        self.router.get_ready(key, question, named)
+
+    def pending_prefills(self) -> int:
+        return self._client.engine.pending_prefills()
+
+    def boundary_s(self, pace: PrefillPace) -> float | None:
+        if pace.row_s is None:
+            return None
+        return self._client.engine.guess_boundary_s(pace.row_s, pace.prefill_s)
+
+    # ── prompts that are no question ─────────────────────────────────────────
+
+    def answer_plain(
+        self, prompt: Prompt, drawn: PlainOptions, called_s: float, question: str = ""
+    ) -> AnswerStream:
+        """The answer to a prompt without chunks; `question` is what was asked last in it. Calls of
+        tools are text here."""
+        sampling = tool_sampling(drawn.sampling or self.sampling.sampling(), drawn.tool_use)
+        self._client.check(prompt.token_ids)
+        prompt = replace(prompt, tenant=drawn.tenant or self._settings.tenant)
+        use_tree = (drawn.reuse or self._settings.usual.reuse) != "full"
+        request = exact_request(prompt, sampling, self.tokenizer.eos_ids, use_tree=use_tree)
+        notes = AnswerNotes(called_s, question=question, prompt=prompt)
+        notes.full_s = self.measured.full_prefill_s
+        listener = partial(_note_plain, notes)
+        planned = Planned(prompt, self._constrained(request), notes, (listener,))
+        return self._stream(planned)
+
+    def answer_spanned(
+        self, prompt: Prompt, asked: KVTransfer, drawn: PlainOptions, called_s: float
+    ) -> AnswerStream:
+        """The answer to a prompt whose chunks were named by a gateway: it retrieved and ordered
+        them, so they stay where they are."""
+        question = Question(
+            "…",  # its words are in the prompt
+            documents=(),
+            sampling=drawn.sampling or self.sampling.sampling(),
+            reuse=asked.reuse,
+            ratio=asked.ratio,
+            bound=asked.bound,
+            order=OrderPermission.AS_FOUND,
+        ).filled(self._settings.usual)
+        named = self.router.named(question.reuse, question.ratio)
+        tenant = drawn.tenant or self._settings.tenant
+        prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
+        planned = self.router.plan(prompt, question, named, AnswerNotes(called_s))
+        return self._stream(replace(planned, request=self._constrained(planned.request)))
+
+    def forget_brought(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
+        """Whoever brought these chunks with requests of a tenant has deleted them: no exact KV of
+        theirs is found any more, and none that is stored by itself. May wait for the engine."""
+        tenant = tenant or self._settings.tenant
+        self._client.forget(chunk_ids, (tenant,))
+        if self.documents is not None:
+            self.documents.forget(chunk_ids, tenant)
+
+    def _stream(
+        self, planned: Planned[Prompt, EngineRequest], tokens: TokenStream | None = None
+    ) -> AnswerStream:
+        """The text of an answer, from `tokens` or from those of a prompt that nobody submitted."""
+        request, num_tokens = planned.request, len(planned.prompt.token_ids)
+        tokens = tokens or TokenStream(self._client, request, planned.listeners)
+        called_s, notes = planned.notes.called_s, planned.notes
+        return AnswerStream(tokens, self.tokenizer, request.sampling, num_tokens, called_s, notes)
+
+    def _catch_up(self) -> None:
+        """Other processes may have removed documents."""
+        if self._library is not None:
+            self._library.catch_up()
+
+    def _constrained(self, request: EngineRequest) -> EngineRequest:
+        """A request whose answer is held to a JSON schema, if it asks for that. Raises RequestError
+        for one that no answer can be held to."""
+        self._client.engine.check_answer(request)  # before a reply begins
+        schema = request.sampling.json_schema
+        if schema is None:
+            return request
+        self._grammars.check(schema)
+        return replace(request, constraint=partial(self._grammars.constraint, schema))
+
+    def _learn(self, ticket: Ticket) -> None:
+        """Learn the pace of the engine from a prompt that is through."""
+        record, timeline = ticket.record, ticket.timeline
+        if record is None or timeline.shared:
+            return
+        rows = record.counts["computed"] + record.counts["recomputed"]
+        self._settings.paces.prefill.computed(rows, timeline.computing_s)
+
+
+def _note_ticket(notes: AnswerNotes, watched: int, ticket: Ticket) -> None:
+    """Keep when the engine did what, and what the model thought where that is wanted."""
+    notes.timeline = ticket.timeline
+    notes.watched = ticket if watched else None
+
+
+def _note_plain(notes: AnswerNotes, ticket: Ticket) -> None:
+    """Keep how a prompt without chunks was prefilled: its parts are messages."""
+    notes.timeline = ticket.timeline
+    if ticket.record is not None:
+        notes.keep(replace(ticket.record, chunks=()))
+
+
+def _measured(request: EngineRequest, question: Question) -> EngineRequest:
+    """A request whose answer is watched or forced, or that knows no other, if the question asks for
+    that."""
+    if not (question.watched or question.forced or question.alone):
+        return request
+    use_tree = request.use_tree and not question.alone
+    watched, forced = max(question.watched, request.watched), tuple(question.forced)
+    return replace(request, watched=watched, forced=forced, use_tree=use_tree)
+
+
+def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Metrics) -> AuditLog:
+    """With the knowledge base; in memory where there is none."""
+    revision = runtime.decoder.revision
+    if library is None:
+        return AuditLog(AuditSubject(revision, "documents"), metrics)
+    encoder = library.encoder
+    encoding = f"{encoder.encoding_context} {encoder.context.codec}"
+    return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / AUDIT_FILE)
