@@ -37,7 +37,7 @@ from common.overlap import overlap
 from common.results import commit, cpu_device, finish, versions
 from common.streams import Ask, conversation_stream, question_stream
 from hitrate import GIB, PREAMBLE, TOKEN_BYTES
-from kvweave.app.answer.chunk_map import ChunkMap
+from kvweave.app.answer.conversations import ChunkMap
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.ordering import (
     AccessTable,

@@ -38,7 +38,7 @@ class Walk:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(self._root):
             return
-        is_function = code.co_flags & CO_NEWLOCALS and code.co_name != "<lambda>"
+        is_function = code.co_flags & CO_NEWLOCALS and not code.co_name.startswith("<")
         if not is_function:
             return
         file = code.co_filename[len(self._root) :]

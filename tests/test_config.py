@@ -344,7 +344,7 @@ def test_only_what_is_set_is_given_on() -> None:
 
 
 def test_the_keys_of_engine_speculation_and_sampling_are_fields_of_theirs() -> None:
-    from kvweave.app.answer.speculation import SpeculationConfig
+    from kvweave.app.answer.settings import SpeculationConfig
     from kvweave.engine.config import EngineConfig
     from kvweave.engine.sampling import Sampling
 
@@ -358,7 +358,7 @@ def test_the_keys_of_engine_speculation_and_sampling_are_fields_of_theirs() -> N
 
 
 def test_the_defaults_are_those_of_the_parts() -> None:
-    from kvweave.app.answer.speculation import SpeculationConfig
+    from kvweave.app.answer.settings import SpeculationConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
     from kvweave.app.question import BOUND, TOP_K, Question

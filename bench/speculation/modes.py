@@ -8,25 +8,33 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE
 from kvweave.app.answer.notes import AnswerNotes
-from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.search_pace import Paces, PrefillPace
+from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.answer.sources import RetrievedChunk
-from kvweave.app.answer.speculation import Speculation, SpeculationConfig
-from kvweave.app.answer.stages import Asked, Found, Submitted, Target, TurnOpening
+from kvweave.app.answer.speculation import Speculation
+from kvweave.app.answer.stages import (
+    Asked,
+    LaidOut,
+    Planned,
+    PromptWords,
+    Submitted,
+    Target,
+    TurnOpening,
+)
 from kvweave.app.answer.talk import Talk
 from kvweave.app.answer.token_stream import TokenStream
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.question import Question, SpeculationMode
 from kvweave.app.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import Prompt
 
@@ -67,14 +75,31 @@ class Measured(NamedTuple):
 class Mode:
     """A way to speculate, with what it has learnt; and the engine as it is asked by it."""
 
-    def __init__(
-        self, name: SpeculationMode, kb: KnowledgeBase, asking: EngineClient, device: torch.device
-    ) -> None:
-        self._asking = asking
+    def __init__(self, name: SpeculationMode, bench: "Bench") -> None:
+        self._asking = bench.asking
+        self._prompt_of = bench.prompt_of
+        self._eos_ids = bench.eos_ids
         self.paces = Paces()
-        self.max_guesses = GUESSES_ON_CPU if device.type == "cpu" else GUESSES_ON_DEVICE
-        target, cfg = cast("Target[Any, Any]", self), SpeculationConfig(name)
-        self.speculation = Speculation(kb, target, cfg, paces=self.paces)
+        self.max_guesses = GUESSES_ON_CPU if bench.device.type == "cpu" else GUESSES_ON_DEVICE
+        settings = AnswerSettings(speculation=SpeculationConfig(name), paces=self.paces)
+        kb, target = cast(KnowledgeBase, bench.kb), cast("Target[Any, Any]", self)
+        self.speculation = Speculation(kb, target, settings)
+
+    def make_prompt(self, words: PromptWords) -> Prompt:
+        return self._prompt_of(words.asked.question.question, words.found.chunks)
+
+    def plan(self, laid: LaidOut[Prompt], notes: AnswerNotes) -> Planned[Prompt, EngineRequest]:
+        prompt, question = laid.prompt, laid.words.asked.question
+        request = exact_request(prompt, question.drawn, self._eos_ids, use_tree=True)
+        request = replace(request, namespace=question.tenant)
+        return Planned(prompt, request, notes, (self.learn,))
+
+    def submit(
+        self, planned: Planned[Prompt, EngineRequest], *, is_held: bool = False
+    ) -> Submitted:
+        """Nobody reads it as text."""
+        tokens = TokenStream(self._asking, planned.request, planned.listeners, is_held=is_held)
+        return Submitted(cast(PieceStream, tokens), planned.notes, tokens)
 
     def get_ready(self, asked: Asked) -> None:
         """Nothing is waited for."""
@@ -111,14 +136,19 @@ class Bench:
         """`namespace` keeps what other modes have computed out of reach."""
         started_s = time.perf_counter()
         turn = TurnOpening(Talk(()))
-        asked = Asked(Question(question, k=self.k), started_s, turn, True, False)
-        submitted = mode.speculation.begin(asked, partial(self.begin, mode, question, namespace))
+        asked = Asked(
+            Question(question, k=self.k, sampling=self.sampling, tenant=namespace),
+            started_s,
+            turn,
+            True,
+            False,
+        )
+        submitted = mode.speculation.submit(asked)
         choices = cast(TokenStream, submitted.work)
         tokens = [next(choices).token_id]
         ttft_s = time.perf_counter() - started_s
         tokens += [choice.token_id for choice in choices]
-        guesses = submitted.notes.guesses
-        said = None if guesses is None else guesses.record()
+        said = submitted.notes.speculation
         if said is None:
             search_s = self.kb.searched_s
             return Measured(tokens, ttft_s, search_s, search_s, 0, 0)
@@ -127,24 +157,13 @@ class Bench:
             tokens, ttft_s, said.search_ms / 1e3, open_s, said.guesses, said.wasted_tokens
         )
 
-    def begin(
-        self, mode: "Mode", question: str, namespace: str, found: Found, is_held: bool
-    ) -> Submitted:
-        """Submit the prompt of what was found, which nobody reads as text."""
-        prompt = self.prompt_of(question, found.chunks)
-        request = exact_request(prompt, self.sampling, self.eos_ids, use_tree=True)
-        request = replace(request, namespace=namespace)
-        tokens = TokenStream(self.asking, request, (mode.learn,), is_held=is_held)
-        return Submitted(cast(PieceStream, tokens), AnswerNotes(), tokens)
-
     def level(
         self, named: str, questions: Sequence[str], learnt: Iterable[Learnt], rounds: int = 1
     ) -> Row:
         """All modes, question by question, so many times. `learnt` are searches that "auto" has
         seen before; `named` keeps this level's prompts apart from others', and each round's are
         apart from those of the rounds before. The first question warms up."""
-        kb, device = cast(KnowledgeBase, self.kb), self.device
-        by_mode = {name: Mode(name, kb, self.asking, device) for name in MODES}
+        by_mode = {name: Mode(name, self) for name in MODES}
         for each in learnt:
             by_mode["auto"].paces.search.searched(each.seconds, each.lists, len(each.lists))
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}

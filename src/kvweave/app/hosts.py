@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvweave.app.answer.piece_stream import PieceStream as PieceStream
+from kvweave.app.answer.answer_stream import PieceStream as PieceStream
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder

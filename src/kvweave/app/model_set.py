@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.conversations import ConversationScope
-from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.search_pace import Paces, PrefillPace
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress

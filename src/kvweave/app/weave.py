@@ -20,11 +20,11 @@ from kvweave.app.answer.answer_stream import (
     Answer,
     AnswerStream,
     Piece,
+    PieceStream,
     TokenLogprob,
 )
 from kvweave.app.answer.answerer import Answerer
 from kvweave.app.answer.engine_target import EngineTarget
-from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.answer.tool_answer import ToolAnswer

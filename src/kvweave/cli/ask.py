@@ -34,7 +34,7 @@ from kvweave.corpus.metadata import parse_pairs
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app.answer.piece_stream import PieceStream
+    from kvweave.app.answer.answer_stream import PieceStream
     from kvweave.app.question import AskOptions
     from kvweave.app.weave import Answer, Document, Weave
 

@@ -11,7 +11,7 @@ from kvweave.config import WeaveConfig, given
 from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
-    from kvweave.app.answer.piece_stream import PieceStream
+    from kvweave.app.answer.answer_stream import PieceStream
     from kvweave.app.weave import Weave
     from kvweave.clients.server import ServerClient
 

@@ -311,7 +311,7 @@ def make_origins(server: ServerSettings) -> "OriginRules":
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
     """Where knowledge bases are: under the root, and at `folders` as --kb names them. Where those
     are named and no root is, none but those can be reached or made."""
-    from kvweave.app.answer.speculation import SpeculationConfig
+    from kvweave.app.answer.settings import SpeculationConfig
     from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions

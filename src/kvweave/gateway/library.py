@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Unpack
 
-from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_progress import KVProgress

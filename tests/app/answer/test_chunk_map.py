@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvweave.app.answer.chunk_map import ChunkMap
+from kvweave.app.answer.conversations import ChunkMap
 from worlds.tree import refs
 
 

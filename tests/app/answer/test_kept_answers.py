@@ -3,8 +3,8 @@
 import torch
 
 from kvweave.app.answer.answer_stream import Answer, WatchedTokens
-from kvweave.app.answer.answer_trace import AnswerTrace
 from kvweave.app.answer.kept_answers import KeptAnswer, KeptAnswers
+from kvweave.app.answer.notes import AnswerTrace
 from kvweave.text.prompt import plain_prompt
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.library_kv import KVOptions

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.answer.settings import SpeculationConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import SpeculationMode

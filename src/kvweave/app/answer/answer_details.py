@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvweave.app.answer.answer_stream import Answer
-from kvweave.app.answer.answer_trace import AnswerTrace
+from kvweave.app.answer.notes import AnswerTrace
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.errors import RequestError
 from kvweave.fuse.record import FuseRecord

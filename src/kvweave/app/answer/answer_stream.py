@@ -8,9 +8,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvweave.app.answer.answer_trace import AnswerTrace
 from kvweave.app.answer.guessing import SpeculationRecord
-from kvweave.app.answer.notes import AnswerNotes, UpstreamNote
+from kvweave.app.answer.notes import AnswerNotes, AnswerTrace, UpstreamNote
 from kvweave.app.answer.sources import AnswerSource, sources_of
 from kvweave.app.audit.figures import AuditNote
 from kvweave.engine.request import Ticket
@@ -87,6 +86,66 @@ class Answer:
         if self.explain is None:
             return 0
         return self.explain.counts["exact"] + self.explain.counts["reused"]
+
+
+class PieceStream(Protocol):
+    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time,
+    but for `abort`."""
+
+    answer: Answer | None  # None until it is finished
+
+    def __iter__(self) -> Iterator[Piece]: ...
+
+    def finish(self) -> Answer:
+        """Run to the end and return the whole answer."""
+        ...
+
+    def take_whole(self) -> None:
+        """Nobody reads the pieces: `answer` alone counts, so that it may begin again where what
+        computes it fails. Before the first piece."""
+
+    def close(self) -> None:
+        """Stop the work."""
+
+    def abort(self) -> None:
+        """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """`call` once this is closed."""
+
+
+class AnswerOver:
+    """A `PieceStream` over another one. For one thread."""
+
+    def __init__(self, inner: PieceStream) -> None:
+        self.answer: Answer | None = None
+        self._inner = inner
+        self._pieces = self._make()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        for _ in self._pieces:
+            pass
+        assert self.answer is not None, "an answer was closed before it was finished"
+        return self.answer
+
+    def take_whole(self) -> None:
+        self._inner.take_whole()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        self._inner.when_closed(call)
+
+    def _make(self) -> Iterator[Piece]:
+        """The pieces; sets `answer` unless the inner one was cut."""
+        raise NotImplementedError
 
 
 class Tokens(Protocol):

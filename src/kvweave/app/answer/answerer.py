@@ -1,18 +1,15 @@
 """From a question to the answer in the making, whatever computes it. See stages.py."""
 
-from functools import partial
 from typing import Generic
 
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.asking import Asker
 from kvweave.app.answer.citations import CitedAnswer
-from kvweave.app.answer.laying_out import lay_out
-from kvweave.app.answer.nothing_found import say_nothing_found
-from kvweave.app.answer.piece_stream import PieceStream
-from kvweave.app.answer.planning import plan
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import Speculation
 from kvweave.app.answer.stages import Asked, Found, LaidOut, P, R, Submitted, Target
+from kvweave.app.answer.submitting import lay_out, submit
 from kvweave.app.answer.tool_answer import ToolAnswer
 from kvweave.app.question import Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -33,20 +30,16 @@ class Answerer(Generic[P, R]):
         self._asker = Asker(target, settings, kb)
         self._speculation: Speculation | None = None
         if kb is not None:
-            self._speculation = Speculation(
-                kb, target, settings.speculation, settings.look_up, settings.paces
-            )
+            self._speculation = Speculation(kb, target, settings)
 
     def answer(self, question: Question, called_s: float) -> PieceStream:
         """Search for a question and plan its prompt, which is not computed before the first piece
         is read, unless a search guessed it."""
         asked = self._asker.take_in(question, called_s)
-        begin = partial(self._begin, asked)
         if asked.is_searched and self._speculation is not None:
-            submitted = self._speculation.begin(asked, begin)
-        else:
-            submitted = begin(self._take_documents(asked))
-        return _mark(asked, submitted)
+            return _mark(asked, self._speculation.submit(asked))
+        found = self._take_documents(asked)
+        return _mark(asked, submit(self._target, self._settings, asked, found, False))
 
     def lay_out(self, question: Question, called_s: float) -> LaidOut[P]:
         """The prompt of a question, of which nothing is computed."""
@@ -64,13 +57,6 @@ class Answerer(Generic[P, R]):
             raise ConfigError(NO_LIBRARY)
         kb, how = self._kb, how or self._settings.usual.search
         return self._settings.look_up(lambda: kb.search(question, k, how))
-
-    def _begin(self, asked: Asked, found: Found, is_held: bool = False) -> Submitted:
-        """Lay out, plan and submit the prompt of what was found."""
-        if not found.chunks and asked.says_nothing:
-            return say_nothing_found(asked, self._settings.usual.nothing_text)
-        planned = plan(lay_out(asked, found, self._target), self._target, self._settings.uses)
-        return self._target.submit(planned, is_held=is_held)
 
     def _take_documents(self, asked: Asked) -> Found:
         """The documents that a question brings, as chunks."""

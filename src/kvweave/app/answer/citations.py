@@ -5,11 +5,10 @@ the source that has most of its telling words, if that has at least half of them
 source is the number. Pieces go out as they come; a marker follows the end of its sentence.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from kvweave.app.answer.answer_stream import Answer, Piece
-from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.answer_stream import AnswerOver, Piece, PieceStream
 from kvweave.corpus.lexical import STOP_WORDS, WORD
 
 ENDS = ".!?"
@@ -50,35 +49,12 @@ class Citer:
         return f" [{shares.index(best) + 1}]" if best >= LEAST_SHARE else ""
 
 
-class CitedAnswer:
+class CitedAnswer(AnswerOver):
     """A `PieceStream` with markers in it, over another one."""
 
     def __init__(self, inner: PieceStream, texts: Sequence[str]) -> None:
-        self.answer: Answer | None = None
-        self._inner = inner
         self._citer = Citer(texts)
-        self._pieces = self._make()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
-
-    def take_whole(self) -> None:
-        self._inner.take_whole()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        self._inner.when_closed(call)
+        super().__init__(inner)
 
     def _make(self) -> Iterator[Piece]:
         texts: list[str] = []

@@ -85,6 +85,20 @@ def _guess_events(said: SpeculationLog[Any]) -> list[AnswerEvent]:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTrace:
+    """What is kept of an answer for those who look closer later; `answer_details.py` reads it. Times
+    are by time.perf_counter."""
+
+    question: str
+    prompt: Prompt
+    called_s: float
+    first_s: float  # its first token was handed out
+    ended_s: float
+    timeline: RequestTimeline | None  # of the engine
+    events: tuple[AnswerEvent, ...]  # before the engine had it
+
+
+@dataclass(frozen=True, slots=True)
 class UpstreamNote:
     """What a gateway knows of an answer that another server computed."""
 

@@ -1,20 +1,52 @@
 """What holds for all answers of one Weave, or of one gateway."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, get_args
 
 from kvweave.app.answer.conversations import Conversations, ConversationScope
 from kvweave.app.answer.search_pace import Paces
-from kvweave.app.answer.speculation import LookUp, SpeculationConfig, at_once
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.library.library_kv import CODEC
-from kvweave.app.question import QuestionDefaults
+from kvweave.app.question import QuestionDefaults, SpeculationMode
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
+from kvweave.errors import ConfigError
 from kvweave.text.prompt import SYSTEM
 
 NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """When prompts are computed before the search for their chunks is over."""
+
+    mode: SpeculationMode = (
+        "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
+    )
+    # no guess begins while so many prompts are to be computed; None: as many as the target takes
+    max_prefill_bs: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(SpeculationMode):
+            known = ", ".join(get_args(SpeculationMode))
+            raise ConfigError(f"no speculation {self.mode!r}; known: {known}")
+        if self.max_prefill_bs is not None and self.max_prefill_bs < 1:
+            raise ConfigError("SpeculationConfig.max_prefill_bs must be at least 1")
+
+
+class LookUp(Protocol):
+    """Runs a search, perhaps on another thread, and waits for it."""
+
+    def __call__(self, search: Callable[[], T], /) -> T: ...
+
+
+def at_once(search: Callable[[], T], /) -> T:
+    """On the thread that asks."""
+    return search()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,49 +7,18 @@ Any thread; each request searches on its own.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, get_args
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from kvweave.app.answer.guessing import Speculator, retrieve
 from kvweave.app.answer.notes import SEARCH, AnswerEvent
-from kvweave.app.answer.search_pace import MAX_STAGES, Paces
+from kvweave.app.answer.search_pace import MAX_STAGES
+from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.answer.stages import Asked, Found, Submitted, Target
+from kvweave.app.answer.submitting import submit
 from kvweave.app.question import SpeculationMode
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError
-
-Begin = Callable[[Found, bool], Submitted]  # held or not; raises RequestError if it cannot be
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationConfig:
-    """When prompts are computed before the search for their chunks is over."""
-
-    mode: SpeculationMode = (
-        "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
-    )
-    # no guess begins while so many prompts are to be computed; None: as many as the target takes
-    max_prefill_bs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(SpeculationMode):
-            known = ", ".join(get_args(SpeculationMode))
-            raise ConfigError(f"no speculation {self.mode!r}; known: {known}")
-        if self.max_prefill_bs is not None and self.max_prefill_bs < 1:
-            raise ConfigError("SpeculationConfig.max_prefill_bs must be at least 1")
-
-
-class LookUp(Protocol):
-    """Runs a search, perhaps on another thread, and waits for it."""
-
-    def __call__(self, search: Callable[[], T], /) -> T: ...
-
-
-def at_once(search: Callable[[], T], /) -> T:
-    """On the thread that asks."""
-    return search()
 
 
 class Speculation:
@@ -59,29 +28,29 @@ class Speculation:
         self,
         kb: KnowledgeBase,
         target: Target[Any, Any],
-        cfg: SpeculationConfig | None = None,
-        look_up: LookUp = at_once,
-        paces: Paces | None = None,
+        settings: AnswerSettings,
     ) -> None:
-        """`look_up` runs searches, on threads of its choice; guesses are begun there too. `paces`
-        are what was learnt of this knowledge base before, and are learnt on."""
+        """`settings.look_up` runs searches, on threads of its choice; guesses are begun there too.
+        `settings.paces` are what was learnt of this knowledge base before, and are learnt on.
+        """
         self._kb = kb
         self._target = target
-        self._look_up = look_up
-        self._cfg = cfg or SpeculationConfig()
-        self._paces = paces or Paces()
+        self._settings = settings
+        self._cfg = settings.speculation or SpeculationConfig()
+        self._paces = settings.paces
 
-    def begin(self, asked: Asked, begin: Begin) -> Submitted:
-        """Search for the chunks of a question and `begin` the prompt of what was found, and of
-        what was found by then after each stage of a search where that pays. Whatever fails or
+    def submit(self, asked: Asked) -> Submitted:
+        """Search for the chunks of a question and submit the prompt of what was found; where that
+        pays, also of what was found by then after each stage of the search. Whatever fails or
         interrupts the search ends what was guessed."""
         mode = asked.question.speculate or self._cfg.mode
         num_stages = self._num_stages(mode) if asked.question.search.is_staged else 1
         if num_stages == 1:
-            found = self._look_up(lambda: self.search(asked))
-            return begin(replace(found, not_guessed=self._why_not(mode, asked)), False)
+            found = self._settings.look_up(lambda: self.search(asked))
+            found = replace(found, not_guessed=self._why_not(mode, asked))
+            return submit(self._target, self._settings, asked, found, False)
         self._target.get_ready(asked)  # on this thread: one that searches does not wait for it
-        return self._look_up(lambda: self._speculate(asked, begin, num_stages, mode))
+        return self._settings.look_up(lambda: self._speculate(asked, num_stages, mode))
 
     def search(self, asked: Asked) -> Found:
         """The nearest chunks, by a search without stages."""
@@ -128,7 +97,7 @@ class Speculation:
         """So long a wrong guess holds others up. None: not known."""
         return self._target.boundary_s(self._paces.prefill)
 
-    def _speculate(self, asked: Asked, begin: Begin, most: int, mode: SpeculationMode) -> Submitted:
+    def _speculate(self, asked: Asked, most: int, mode: SpeculationMode) -> Submitted:
         question, pace = asked.question, self._paces.search
         vector = self._kb.embedder.embed_query(question.searched)
         num_stages = self._kb.num_stages(question.num_chunks, most)
@@ -140,9 +109,10 @@ class Speculation:
                 return stage < num_stages  # a guess at the last stage is none
             return pace.is_worth(stage, num_stages, boundary_s, prefill_s)
 
+        start = partial(submit, self._target, self._settings, asked)
         most_prefills = self._cfg.max_prefill_bs or self._target.max_guesses
         pending = self._target.pending_prefills
-        speculator = Speculator(begin, pending, most_prefills, is_worth)
+        speculator = Speculator(start, pending, most_prefills, is_worth)
         got = retrieve(map(Found.from_hits, stages), speculator)
         guessed = got.said.started > 0
         pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.guessing import Generation, GuessFigures, TopK
 from kvweave.app.answer.notes import AnswerEvent, AnswerNotes
-from kvweave.app.answer.piece_stream import PieceStream
 from kvweave.app.answer.search_pace import PrefillPace
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.talk import ChunkIds, Talk

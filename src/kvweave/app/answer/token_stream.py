@@ -1,10 +1,9 @@
 """The tokens of a prompt that the engine computes."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvweave.app.answer.guessing import GuessFigures
-from kvweave.app.answer.stages import Listener
 from kvweave.app.runtime import EngineClient
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice
@@ -18,7 +17,7 @@ class TokenStream(Iterator[Choice]):
         self,
         client: EngineClient,
         request: EngineRequest,
-        listeners: tuple[Listener, ...] = (),
+        listeners: tuple[Callable[[Ticket], None], ...] = (),
         *,
         is_held: bool = False,
     ) -> None:

@@ -1,45 +1,21 @@
 """An answer in which the model may call tools: words and calls, told apart as they come."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-from kvweave.app.answer.answer_stream import Answer, Piece
-from kvweave.app.answer.piece_stream import PieceStream
+from kvweave.app.answer.answer_stream import AnswerOver, Piece, PieceStream
 from kvweave.engine.sampling import Sampling
 from kvweave.text.tool_calls import CALL_CLOSE, CallReader, ToolCall, ToolUse
 
 CALLED = "tool_calls"  # the finish_reason of an answer that calls
 
 
-class ToolAnswer:
+class ToolAnswer(AnswerOver):
     """A `PieceStream` with calls in it, over one of plain text."""
 
     def __init__(self, inner: PieceStream, use: ToolUse) -> None:
-        self.answer: Answer | None = None
-        self._inner = inner
         self._reader = CallReader(use)
-        self._pieces = self._make()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
-
-    def take_whole(self) -> None:
-        self._inner.take_whole()
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        self._inner.when_closed(call)
+        super().__init__(inner)
 
     def _make(self) -> Iterator[Piece]:
         texts: list[str] = []

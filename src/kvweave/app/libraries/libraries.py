@@ -20,8 +20,7 @@ from typing import Any, NamedTuple, TypeVar, Unpack
 
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.search_pace import Paces, PrefillPace, SearchPace
-from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.answer.speculation import SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
 from kvweave.app.libraries.embedders import Embedded, Embedders
