@@ -25,6 +25,7 @@ class HostTierConfig:
     """Host memory: one arena, taken from the system as it fills."""
 
     kind: ClassVar[str] = "host"
+    place: ClassVar[None] = None  # of this process
     capacity_bytes: int = 2 * GIB  # never holds more than this
     pinned: bool | None = None  # page-locked for fast copies to the GPU; None: where CUDA is
 
@@ -34,6 +35,7 @@ class DiskTierConfig:
     """A folder of chunk objects."""
 
     kind: ClassVar[str] = "disk"
+    place: ClassVar[None] = None  # of this machine: known by its folder
     root: Path  # made if missing
     capacity_bytes: int = 64 * GIB  # start evicting above this
     direct_io: bool = False  # read past the page cache: for stores far larger than memory
@@ -112,6 +114,10 @@ class FaultyTierConfig:
     @property
     def capacity_bytes(self) -> int | None:
         return self.inner.capacity_bytes
+
+    @property
+    def place(self) -> str | None:
+        return self.inner.place
 
 
 TierConfig = HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig | FaultyTierConfig

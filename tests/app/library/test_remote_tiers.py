@@ -8,8 +8,9 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import redis
@@ -22,11 +23,14 @@ from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.kv import inventory, tiers
+from kvweave.kv.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import make_chunk_key
 from kvweave.kv.provenance import BEHIND, CHUNK, find_tagged, pack_ids
 from kvweave.kv.residency import Miss, Residency
 from kvweave.kv.tiers import Tier, open_tier
+from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -161,6 +165,63 @@ def test_a_removal_reaches_what_only_the_shared_tier_has(over: Over, shared: Sto
     with over("c", shared) as weave:
         fill(weave)
         assert weave.library.encoder.saves().saved == 1, "only what went"
+
+
+@dataclass(frozen=True)
+class SharedFolderConfig:
+    """A tier of somebody's own: a folder that machines share."""
+
+    kind: ClassVar[str] = "shared"
+    capacity_bytes: ClassVar[None] = None
+    root: Path
+
+    @property
+    def place(self) -> str:
+        return f"shared://{self.root}"
+
+
+class SharedFolder(DiskTier):
+    """What such a config opens."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self, cfg: SharedFolderConfig) -> None:
+        super().__init__(DiskTierConfig(cfg.root))
+        self.name, self.place = "shared", cfg.place
+
+
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_a_removal_reaches_a_tier_of_a_kind_that_nobody_knew(
+    chat_model_folder: Path,
+    decoder: Decoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_faulty: bool,
+) -> None:
+    def open_any(cfg: Any) -> Tier:
+        return SharedFolder(cfg) if isinstance(cfg, SharedFolderConfig) else open_tier(cfg)
+
+    monkeypatch.setattr(inventory, "open_tier", open_any)
+    monkeypatch.setattr(tiers, "open_tier", open_any)
+    shared: Any = SharedFolderConfig(tmp_path / "shared")
+    far = FaultyTierConfig(shared) if is_faulty else shared
+    options = KVOptions("isolated", tiers=(HostTierConfig(1 << 24), far))
+    for machine in ("a", "b"):  # the second one encodes nothing, and loads nothing
+        with (
+            plain_weave(decoder, Tokenizer(chat_model_folder)) as whole,
+            whole.over(
+                tmp_path / machine,
+                replace(options, system=whole.system),
+                AnswerSettings(whole.system),
+                open_embedder=lambda name: WordEmbedder(),
+            ) as weave,
+        ):
+            fill(weave)
+            assert len(list(SharedFolder(shared).scan())) == 2
+            if machine == "b":
+                weave.remove(document_of(weave, "Drain"))
+                assert weave.library.kv.sync().is_settled
+    assert len(list(SharedFolder(shared).scan())) == 1
 
 
 def test_a_removal_takes_what_was_computed_for_other_models_and_tenants(

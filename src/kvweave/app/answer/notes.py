@@ -86,8 +86,8 @@ def _guess_events(said: SpeculationLog[Any]) -> list[AnswerEvent]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTrace:
-    """What is kept of an answer for those who look closer later; `answer_details.py` reads it. Times
-    are by time.perf_counter."""
+    """What is kept of an answer for those who look closer later, see `answer_details.py`. Times are
+    by time.perf_counter."""
 
     question: str
     prompt: Prompt

@@ -40,8 +40,6 @@ from kvweave.fuse.encode.preparation import Preparation, choose_preparation, wri
 from kvweave.kv.config import (
     DiskTierConfig,
     HostTierConfig,
-    RedisTierConfig,
-    S3TierConfig,
     StoreConfig,
     TierConfig,
 )
@@ -236,7 +234,7 @@ class LibraryKV:
 def _noted(kb: KnowledgeBase, config: StoreConfig) -> StoreConfig:
     """A store's settings, once it is noted where the chunk KV of `kb` lies from now on."""
     own = kb.folder / KV_FOLDER
-    remotes = [cfg.place for cfg in config.tiers if isinstance(cfg, RedisTierConfig | S3TierConfig)]
+    remotes = [cfg.place for cfg in config.tiers if cfg.place is not None]
     disks = [cfg.root for cfg in config.tiers if isinstance(cfg, DiskTierConfig)]
     elsewhere = next((root for root in disks if root.absolute() != own.absolute()), None)
     KVPlaces(own).add(elsewhere, remotes)
