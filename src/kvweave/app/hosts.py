@@ -2,6 +2,7 @@
 
     ModelHost     answers without a knowledge base, and opens one     Weave, ModelSet, Gateway
     LibraryHost   answers from one open knowledge base                Weave, …, RoutedLibrary
+    LocalModel    one of those, computed in this process              Weave
     PieceStream   an answer in the making                             AnswerStream, RoutedAnswer
 
 `serve/` and `app/libraries/` know no more of those than this. Any thread may call any of it, and
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
+from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.answer_stream import PieceStream as PieceStream
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
@@ -22,29 +24,62 @@ from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
 
 if TYPE_CHECKING:
-    from kvweave.app.weave import Weave
+    from kvweave.app.answer.answer_details import AnswerDetails
+    from kvweave.app.audit.auditor import Auditor
+    from kvweave.app.library.library import Library
+    from kvweave.app.runtime import ModelRuntime
+    from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
+    from kvweave.engine.engine import Engine
     from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import Source
+
+
+class LocalModel(Protocol):
+    """A model of this process, by itself or over one knowledge base, for those who look closer."""
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def engine(self) -> "Engine": ...
+
+    @property
+    def runtime(self) -> "ModelRuntime": ...
+
+    @property
+    def library(self) -> "Library":
+        """The knowledge base it is over. Raises ConfigError where it is over none."""
+        ...
+
+    @property
+    def auditor(self) -> "Auditor": ...
+
+    @property
+    def profile(self) -> "Profile | None": ...
+
+    @property
+    def bound(self) -> float: ...
+
+    def complete(
+        self, prompt: str | Sequence[int], *, sampling: Sampling | None, reuse: str | None
+    ) -> PieceStream: ...
+
+    def details(self, answer: Answer, queue_s: float = 0.0) -> "AnswerDetails": ...
 
 
 class LibraryHost(Protocol):
     """Answers from one knowledge base that is open."""
 
     @property
-    def local(self) -> "Weave | None":
-        """The same, where the model and chunk KV are in this process; the first of several."""
+    def engines(self) -> Sequence[LocalModel]:
+        """The models of this process that have it open, the usual one first; none: elsewhere."""
         ...
 
-    @property
-    def engines(self) -> "Sequence[Weave]":
-        """The same with each model of this process that has it open; the first is `local`."""
-        ...
-
-    def of(self, model: str | None) -> "Weave | None":
-        """The same with one model of this process, which opens it if need be; None: elsewhere.
-        Raises RequestError for a model that does not answer from it."""
+    def engine_of(self, model: str | None) -> LocalModel | None:
+        """One model of this process, which opens it if need be; None: it is elsewhere. Raises
+        RequestError for a model that does not answer from it."""
         ...
 
     @property
@@ -82,10 +117,6 @@ class LibraryHost(Protocol):
         """Its counters, brought up to date. Does not block."""
         ...
 
-    def num_pinned(self) -> int:
-        """Chunk KV that some lease holds. Does not block."""
-        ...
-
     def catch_up(self) -> None:
         """Hear of what other processes have removed. Microseconds if there is nothing new."""
         ...
@@ -101,16 +132,9 @@ class ModelHost(Protocol):
     """Answers with one model or several, wherever that is computed."""
 
     @property
-    def local(self) -> "Weave | None":
-        """The same, where the model is in this process; the usual one of several."""
+    def model_name(self) -> str:
+        """The usual one."""
         ...
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def max_context(self) -> int | None:
-        """Tokens that prompt and answer may have together; None: not known."""
 
     def models(self) -> Mapping[str, int | None]:
         """What a request may name as its `model`, the usual one first, with the context of each.
@@ -122,18 +146,14 @@ class ModelHost(Protocol):
         ...
 
     @property
-    def engines(self) -> "Sequence[Weave]":
-        """Those whose engine is in this process; the first is `local`."""
+    def engines(self) -> Sequence[LocalModel]:
+        """The models of this process, the usual one first; none: a gateway, whose engines are
+        elsewhere."""
         ...
 
     def why_unready(self) -> str | None:
         """Why no request would be answered now; None: nothing is known against it. Does not
         block."""
-
-    @property
-    def takes_transfer(self) -> bool:
-        """`complete` takes a `KVTransfer`. A gateway makes them."""
-        ...
 
     @property
     def system(self) -> str: ...
@@ -167,7 +187,9 @@ class ModelHost(Protocol):
         tenant: str = "",
         transfer: KVTransfer | None = None,
         model: str | None = None,
-    ) -> PieceStream: ...
+    ) -> PieceStream:
+        """Those with engines here take a `transfer`; a gateway makes them."""
+        ...
 
     def over(
         self,

@@ -83,11 +83,6 @@ class ModelSet:
     # ── what it is ───────────────────────────────────────────────────────────
 
     @property
-    def local(self) -> Weave:
-        """The usual model: what looks closer looks at this one."""
-        return self._first
-
-    @property
     def engines(self) -> Sequence[Weave]:
         return tuple(self._weaves.values())
 
@@ -116,10 +111,6 @@ class ModelSet:
 
     def why_unready(self) -> None:
         """Nothing: what is wrong with an engine is found by those who watch it."""
-
-    @property
-    def takes_transfer(self) -> bool:
-        return True
 
     @property
     def system(self) -> str:
@@ -244,10 +235,6 @@ class LibraryOfModels:
         self._first = self._open[fitting[0].model_name]
 
     @property
-    def local(self) -> Weave:
-        return self._first
-
-    @property
     def engines(self) -> tuple[Weave, ...]:
         with self._lock:
             return tuple(self._open.values())
@@ -257,12 +244,12 @@ class LibraryOfModels:
         return self._first.kb
 
     def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
-        return self.of(options.get("model")).stream(question, **options)
+        return self.engine_of(options.get("model")).stream(question, **options)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
-        self.of(model).check_strategy(reuse, ratio)
+        self.engine_of(model).check_strategy(reuse, ratio)
 
     def ingest(
         self,
@@ -293,9 +280,6 @@ class LibraryOfModels:
     def metrics(self) -> Iterable[Metrics]:
         return self._first.metrics()
 
-    def num_pinned(self) -> int:
-        return sum(weave.num_pinned() for weave in self.engines)
-
     def catch_up(self) -> None:
         for weave in self.engines:
             weave.catch_up()
@@ -307,7 +291,7 @@ class LibraryOfModels:
         for weave in reversed(self.engines):
             weave.close()
 
-    def of(self, model: str | None) -> Weave:
+    def engine_of(self, model: str | None) -> Weave:
         """Raises RequestError for a model that has another tokenizer."""
         name = self._models.of(model).model_name
         if name not in self._fitting:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvweave.app.background import ActiveAnswers, BackgroundPace
+from kvweave.app.background import QUIET_S, ActiveAnswers, BackgroundPace
 from kvweave.config import ModelChoice
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
@@ -57,6 +57,10 @@ class ModelRuntime:
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
         return self.decoder.spec.max_context
+
+    def wait_for_quiet(self, timeout_s: float) -> bool:
+        """Wait until no answer was in the making for a moment, so long at most. False: one is."""
+        return self.client.answers.wait_for_quiet(QUIET_S, timeout_s)
 
     def close(self) -> None:
         """End what runs. Harmless the second time."""

@@ -28,7 +28,6 @@ from kvweave.app.answer.engine_target import EngineTarget
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.sources import AnswerSource
 from kvweave.app.answer.tool_answer import ToolAnswer
-from kvweave.app.background import QUIET_S
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.store_tiers import check_store
@@ -478,10 +477,6 @@ class Weave:
     def why_unready(self) -> None:
         """Nothing: what is wrong with the engine is found by those who watch it."""
 
-    def wait_for_quiet(self, timeout_s: float) -> bool:
-        """Wait until no answer was in the making for a moment, so long at most. False: one is."""
-        return self._runtime.client.answers.wait_for_quiet(QUIET_S, timeout_s)
-
     def _refuse_other(self, model: str | None) -> None:
         if model not in (None, self.model_name):
             raise RequestError(f"no model {model!r} here; this is {self.model_name!r}")
@@ -507,24 +502,14 @@ class Weave:
         return self._target.measured.facts
 
     @property
-    def local(self) -> "Weave":
-        """Itself: the model is in this process."""
-        return self
-
-    @property
     def engines(self) -> "tuple[Weave, ...]":
-        """Itself alone."""
+        """This Weave, alone."""
         return (self,)
 
-    def of(self, model: str | None) -> "Weave":
-        """Itself. Raises RequestError for another model."""
+    def engine_of(self, model: str | None) -> "Weave":
+        """This Weave. Raises RequestError for another model."""
         self._refuse_other(model)
         return self
-
-    @property
-    def takes_transfer(self) -> bool:
-        """`complete` takes a `KVTransfer`."""
-        return True
 
     @property
     def max_context(self) -> int:
@@ -556,10 +541,6 @@ class Weave:
             _gauge(self._library.kv_progress(), store.metrics)
             yield store.metrics
         yield self.auditor.metrics
-
-    def num_pinned(self) -> int:
-        """Chunk KV of the open knowledge base that some lease holds."""
-        return 0 if self._library is None else self._library.store.num_pinned()
 
     def catch_up(self) -> None:
         """Hear of what other processes have removed from the open knowledge base."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
@@ -40,9 +40,6 @@ from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate_tokenizer
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from kvweave.app.weave import Weave
 
 stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
@@ -120,20 +117,12 @@ class Gateway:
         return [self._model] if is_fitting else []
 
     @property
-    def engines(self) -> "tuple[Weave, ...]":
+    def engines(self) -> tuple[()]:
         """None: upstreams are watched by the fleet."""
         return ()
 
     def why_unready(self) -> str | None:
         return self.fleet.why_unready()
-
-    @property
-    def local(self) -> None:
-        return None
-
-    @property
-    def takes_transfer(self) -> bool:
-        return False
 
     @property
     def system(self) -> str:

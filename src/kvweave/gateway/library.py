@@ -36,14 +36,10 @@ class RoutedLibrary:
         self._answerers = FleetAnswerers(upstreams, settings, kb)
 
     @property
-    def local(self) -> None:
-        return None
-
-    @property
     def engines(self) -> tuple[()]:
         return ()
 
-    def of(self, model: str | None) -> None:
+    def engine_of(self, model: str | None) -> None:
         return None
 
     @property
@@ -95,9 +91,6 @@ class RoutedLibrary:
 
     def metrics(self) -> Iterable[Metrics]:
         return ()
-
-    def num_pinned(self) -> int:
-        return 0
 
     def catch_up(self) -> None:
         """Holds nothing that was removed."""

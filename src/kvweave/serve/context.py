@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvweave.app.answer.kept_answers import KeptAnswers
-from kvweave.app.hosts import ModelHost
+from kvweave.app.hosts import LocalModel, ModelHost
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Weave
 from kvweave.serve.limits import Limits
 from kvweave.serve.model_names import ModelNames, RequestDefaults
 from kvweave.serve.observe.prometheus import ServerMetrics, StateCollector
@@ -31,7 +30,6 @@ class Context:
     """Owns the threads of one server: `close` it on the event loop. `make_context` makes it."""
 
     weave: ModelHost
-    local: Weave | None  # the same, where the model is in this process
     libraries: Libraries
     limits: Limits
     answers: AnswerPool
@@ -49,7 +47,7 @@ class Context:
     readiness: Readiness = field(default_factory=Readiness)
 
     @property
-    def by_name(self) -> dict[str, Weave]:
+    def by_name(self) -> dict[str, LocalModel]:
         """The models that are in this process."""
         return {each.model_name: each for each in self.weave.engines}
 
@@ -78,7 +76,7 @@ def make_context(
     """`libraries` are its knowledge bases by name, closed by the caller who made them. `usual` is
     for requests that leave things out, before what `weave` was configured with. `tracer` None is
     the process's own, if OpenTelemetry is configured. `page` None keeps the usual."""
-    limits, local, usual = limits or Limits(), weave.local, usual or RequestDefaults()
+    limits, usual = limits or Limits(), usual or RequestDefaults()
     libraries = libraries or Libraries(weave)
     tracer = tracer or find_tracer()
     metrics = ServerMetrics(None if tracer is None else AnswerSpans(tracer))
@@ -86,11 +84,10 @@ def make_context(
     answers = AnswerPool(limits, metrics, tenants)
     metrics.watch(StateCollector(answers.counts, libraries, weave.samples))
     page = page or PageConfig()
-    if local is None:  # answers from elsewhere have no details to look at
+    if not weave.engines:  # answers from elsewhere have no details to look at
         page = replace(page, kept_answers=0)
     return Context(
         weave,
-        local,
         libraries,
         limits,
         answers,
@@ -109,7 +106,7 @@ def make_context(
 
 
 def _is_gone(
-    engines: Sequence[Weave], model: str, chunk_id: ChunkId, as_of: int, tenant: str
+    engines: Sequence[LocalModel], model: str, chunk_id: ChunkId, as_of: int, tenant: str
 ) -> bool:
     """Whether a chunk was removed since, as the model has heard."""
     heard = (each.runtime.client for each in engines if each.model_name == model)

@@ -61,7 +61,7 @@ def build_http(context: Context, door: Door | None = None) -> FastAPI:
         health_routes,
     ):
         http.include_router(routes(context))
-    if context.local is not None:  # a gateway has no engine and no chunk KV to look at
+    if context.weave.engines:  # a gateway has no engine and no chunk KV to look at
         for local_routes in (answer_routes, watching_routes, compare_routes):
             http.include_router(local_routes(context))
     for routes_for in (info_routes, conversation_routes):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvweave.app.audit.audit_log import AuditedCell, GateMove
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.app.auto.measurements import NOT_CALIBRATED
-from kvweave.app.weave import Weave
+from kvweave.app.hosts import LocalModel
 from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
@@ -57,7 +57,7 @@ class QualityView:
     moves: tuple[GateMove, ...]
 
 
-def quality_of(weave: Weave, *, over_library: bool) -> QualityView:
+def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
     """Of a model with the chunk KV of the open knowledge base (`over_library`), or in any encoding
     context. Any thread."""
     found, bound = weave.auditor.log, weave.bound
@@ -83,7 +83,7 @@ def quality_of(weave: Weave, *, over_library: bool) -> QualityView:
     return QualityView(bound, doubt, curves, gate, audited, moves)
 
 
-def _tables(weave: Weave, over_library: bool) -> tuple[Table, ...]:
+def _tables(weave: LocalModel, over_library: bool) -> tuple[Table, ...]:
     profile, revision = weave.profile, weave.runtime.decoder.calibrated_as.revision
     if profile is None:
         return ()

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvweave.app.answer.tree_view import PREAMBLE
-from kvweave.app.hosts import LibraryHost
+from kvweave.app.hosts import LibraryHost, LocalModel
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.weave import Weave
 from kvweave.kv.keys import tag_of
 from kvweave.types import ChunkId
 
@@ -61,16 +60,18 @@ def misses(libraries: Libraries, tenant: str) -> dict[str, int]:
     return found
 
 
-def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> list[EvictionLine]:
-    """The last ones of one model, newest first. `weave` is any over it."""
+def evictions(
+    libraries: Libraries, model: LocalModel, tenant: str, most: int
+) -> list[EvictionLine]:
+    """The last ones of one model, newest first. `model` may be over any knowledge base."""
     lines = [
         EvictionLine(gone.at_s, None, name, "", TREE, gone.size_bytes, gone.rank)
-        for gone in weave.engine.tree.evictions()
+        for gone in model.engine.tree.evictions()
         if gone.path.startswith(f"{tenant}|")
         and not (name := gone.chunk_id.rpartition("|")[2]).startswith(PREAMBLE)
     ]
     with libraries.open_of(tenant) as hosts:
-        for kb, each in _over(hosts, weave.model_name):
+        for kb, each in _over(hosts, model.model_name):
             for gone in each.library.store.evictions():
                 chunk = tag_of(gone.key).hex()
                 lines.append(
@@ -86,7 +87,7 @@ def evictions(libraries: Libraries, weave: Weave, tenant: str, most: int) -> lis
     ]
 
 
-def _over(hosts: Sequence[tuple[str, LibraryHost]], model: str) -> list[tuple[str, Weave]]:
+def _over(hosts: Sequence[tuple[str, LibraryHost]], model: str) -> list[tuple[str, LocalModel]]:
     """Those that a model of this process has open."""
     found = [(name, each) for name, host in hosts for each in host.engines]
     return [(name, each) for name, each in found if each.model_name == model]

@@ -514,7 +514,7 @@ class Libraries:
 
     def _is_quiet(self, timeout_s: float) -> bool:
         """Whether no model makes an answer, after waiting for that so long at most."""
-        return all(weave.wait_for_quiet(timeout_s) for weave in self._weave.engines)
+        return all(each.runtime.wait_for_quiet(timeout_s) for each in self._weave.engines)
 
     def embed(self, texts: Sequence[str], *, as_query: bool = False) -> Embedded:
         """Vectors of texts, by the embedder of new knowledge bases."""
@@ -544,7 +544,8 @@ class Libraries:
     def num_pinned(self) -> int:
         """Chunk KV that some lease holds, over all open knowledge bases."""
         with self._open_cache.all_open() as weaves:
-            return sum(weave.num_pinned() for _, weave in weaves)
+            engines = [each for _, weave in weaves for each in weave.engines]
+            return sum(each.library.store.num_pinned() for each in engines)
 
     def close(self) -> None:
         self._open_cache.stop()

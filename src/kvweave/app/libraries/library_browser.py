@@ -67,7 +67,7 @@ class LibraryBrowser:
 
     def __init__(self, host: LibraryHost, uses: ChunkUses) -> None:
         self._kb = host.kb
-        self._library = None if host.local is None else host.local.library
+        self._library = host.engines[0].library if host.engines else None
         self._catalogue = host.kb.catalogue
         self._uses = uses
 

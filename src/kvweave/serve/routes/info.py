@@ -47,7 +47,7 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
             dial=usual.dial,
             strategies=usual.strategies,
             models=models,
-            engine=context.local is not None,
+            engine=bool(weave.engines),
             k=TOP_K,
             formats=list(ENDINGS),
         )

@@ -62,7 +62,7 @@ def openai_routes(context: Context) -> APIRouter:
             created=started,
             kind=listed.kind,
             max_model_len=None if listed.model is None else weave.models().get(listed.model),
-            kv_transfer=is_model and weave.takes_transfer,
+            kv_transfer=is_model and bool(weave.engines),
         )
 
     @routes.get("/v1/models", responses=TASK_ERRORS)

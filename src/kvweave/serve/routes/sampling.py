@@ -50,7 +50,7 @@ def transfer_of(request: SamplingFields, context: Context) -> KVTransfer | None:
     if request.kv_transfer_params is None:
         return None
     field = "kv_transfer_params"
-    if not context.weave.takes_transfer:
+    if not context.weave.engines:
         message = f"'{field}' is for engines; this is a gateway"
         raise ApiError(400, message, param=field)
     sent = request.kv_transfer_params.kvweave

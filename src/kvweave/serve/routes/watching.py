@@ -7,9 +7,9 @@ from fastapi import APIRouter, Request
 
 from kvweave.app.answer.tree_view import tree_lines
 from kvweave.app.auto.quality_view import quality_of
+from kvweave.app.hosts import LocalModel
 from kvweave.app.libraries.cache_view import evictions, misses, tier_lines, titles
 from kvweave.app.libraries.libraries import check_name
-from kvweave.app.weave import Weave
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.observe.memory import resident_bytes
@@ -42,7 +42,7 @@ def watching_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["looking closer"], responses=TASK_ERRORS)
     tasks = context.tasks
 
-    def of(model: str | None) -> Weave:
+    def of(model: str | None) -> LocalModel:
         """The model that is looked at: the usual one, or one of several by its name."""
         return context.by_name[context.models.read_plain(model).model]
 
@@ -84,7 +84,7 @@ def watching_routes(context: Context) -> APIRouter:
     return routes
 
 
-def _stats(context: Context, weave: Weave, tenant: str) -> StatsOut:
+def _stats(context: Context, weave: LocalModel, tenant: str) -> StatsOut:
     libraries, series = context.libraries, context.tenants
     totals = series.totals(tenant)
     return StatsOut(
@@ -123,7 +123,7 @@ def _stats(context: Context, weave: Weave, tenant: str) -> StatsOut:
     )
 
 
-def _now(context: Context, weave: Weave, tenant: str) -> NowOut:
+def _now(context: Context, weave: LocalModel, tenant: str) -> NowOut:
     """A tenant is told of its own answers alone; who has none, of the whole server."""
     own = context.answers.under_way(tenant)
     rate = context.tenants.rate(tenant)
@@ -152,7 +152,9 @@ def _now(context: Context, weave: Weave, tenant: str) -> NowOut:
     )
 
 
-def _tree(context: Context, weave: Weave, tenant: str, node: str | None, limit: int) -> TreeOut:
+def _tree(
+    context: Context, weave: LocalModel, tenant: str, node: str | None, limit: int
+) -> TreeOut:
     lines = tree_lines(weave.engine.tree, tenant, node, limit)
     chunks = [line.chunk for line in lines if line.chunk is not None]
     with context.libraries.open_of(tenant) as hosts:
@@ -180,12 +182,12 @@ def _tree(context: Context, weave: Weave, tenant: str, node: str | None, limit: 
 def _library_quality(context: Context, tenant: str, kb: str, model: str | None) -> QualityOut:
     """Over a knowledge base, with the model that is named or the first that answers from it."""
     with context.libraries.use(tenant, kb) as host:
-        weave = host.local if model is None else host.of(model)
+        weave = host.engines[0] if model is None else host.engine_of(model)
         assert weave is not None, "knowledge bases are where the model is"
         return _quality_out(weave, over_library=True, is_told=True)
 
 
-def _quality_out(weave: Weave, *, over_library: bool, is_told: bool) -> QualityOut:
+def _quality_out(weave: LocalModel, *, over_library: bool, is_told: bool) -> QualityOut:
     """`is_told`: whether the asker may hear what audits found, which others' answers may be in."""
     view = quality_of(weave, over_library=over_library)
     return QualityOut(

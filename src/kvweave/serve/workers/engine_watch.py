@@ -13,7 +13,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from kvweave.app.weave import Sampling, Weave
+from kvweave.app.hosts import LocalModel
+from kvweave.app.weave import Sampling
 from kvweave.errors import ConfigError, EngineClosed, RequestError
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class EngineWatch:
 
     def __init__(
         self,
-        weave: Weave,
+        weave: LocalModel,
         stuck_s: float,
         on_broken: Callable[[str], None],
         look_s: float = LOOK_S,
