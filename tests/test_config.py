@@ -16,7 +16,6 @@ from kvweave.config import (
     EffectiveConfig,
     EngineSettings,
     Flag,
-    GatewaySettings,
     Key,
     LibrarySettings,
     ModelChoice,
@@ -362,7 +361,6 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
     from kvweave.app.question import BOUND, TOP_K, Question
-    from kvweave.gateway.config import GatewayConfig
     from kvweave.plan.ordering import PROMOTION
     from kvweave.serve.limits import Limits
 
@@ -373,8 +371,6 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     assert server.open_kbs == LibrariesConfig().open_most
     for name in ("running", "waiting", "body_bytes", "upload_bytes", "request_s"):
         assert getattr(server, name) == getattr(Limits(), name)
-    default = GatewayConfig(("http://127.0.0.1:1",))
-    assert GatewayConfig.of(GatewaySettings(default.upstreams)) == default
 
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
@@ -382,7 +378,6 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.engine.config import SharedCodec
-    from kvweave.gateway.config import Routing
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format, Level
 
@@ -398,7 +393,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "server.log_format": get_args(Format),
         "server.log_level": get_args(Level),
         "gateway.connector": ("auto", "on", "off"),
-        "gateway.routing": get_args(Routing),
+        "gateway.routing": ("cache", "least_loaded", "round_robin"),
     }
 
 

@@ -18,7 +18,6 @@ from kvweave.app.answer.notes import AnswerNotes
 from kvweave.errors import UpstreamError
 from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
-from kvweave.gateway.config import RetryRules
 from kvweave.gateway.gateway import Gateway
 from kvweave.gateway.guesses import PrefillGuess
 from kvweave.gateway.prompts import plain_text
@@ -142,7 +141,9 @@ def test_retries_end_with_their_budget(
             [one.url, other.url],
             tmp_path,
             tokenizer=chat_model_folder,
-            retry=RetryRules(most=3, share=0.0, reserve=2),
+            retries=3,
+            retry_share=0.0,
+            retry_reserve=2,
             breaker_failures=1000,
         ) as world,
     ):

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
-from kvweave.gateway.config import GatewayConfig, RetryRules
+from kvweave.config import GatewaySettings
 from kvweave.gateway.gateway import Gateway
 from kvweave.serve.auth import Keys
 from kvweave.serve.limits import Limits
@@ -24,13 +24,12 @@ from worlds.tiny_corpus import WordEmbedder
 
 SYSTEM = "Be brief."  # as worlds/weaves.py has it
 # patient enough for two busy cores, quick enough for a test
-QUICK = GatewayConfig(
+QUICK = GatewaySettings(
     upstreams=("http://127.0.0.1:1",),
     connect_s=5.0,
     silence_s=60.0,
     health_s=0.5,
     wait_s=20.0,
-    retry=RetryRules(),
     breaker_rest_s=0.2,
 )
 
@@ -53,7 +52,7 @@ def gateway_over(
     keys: Keys | None = None,
     **how: Any,
 ) -> Iterator[GatewayWorld]:
-    """`how`: fields of GatewayConfig."""
+    """`how`: fields of GatewaySettings."""
     cfg = replace(QUICK, upstreams=tuple(urls), **how)
     settings = AnswerSettings(SYSTEM)
     named = None if tokenizer is None else str(tokenizer)

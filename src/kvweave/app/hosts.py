@@ -19,7 +19,7 @@ from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, ChatOptions, KVTransfer
+from kvweave.app.question import ChatOptions, KVTransfer
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
 
@@ -85,7 +85,7 @@ class LibraryHost(Protocol):
     @property
     def kb(self) -> "KnowledgeBase": ...
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
+    def stream(self, question: str, **options: Any) -> PieceStream: ...
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
@@ -167,7 +167,7 @@ class ModelHost(Protocol):
         """`model` is one of `models`, here and below; None: the usual one."""
         ...
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream: ...
+    def stream(self, question: str, **options: Any) -> PieceStream: ...
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None

@@ -23,7 +23,7 @@ from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, ChatOptions, KVTransfer
+from kvweave.app.question import ChatOptions, KVTransfer
 from kvweave.app.weave import Weave
 from kvweave.config import WeaveConfig, given
 from kvweave.corpus.settings import read_settings
@@ -158,7 +158,7 @@ class ModelSet:
     ) -> None:
         self.of(model).check_strategy(reuse, ratio)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
+    def stream(self, question: str, **options: Any) -> PieceStream:
         return self.of(options.get("model")).stream(question, **options)
 
     def chat(
@@ -243,7 +243,7 @@ class LibraryOfModels:
     def kb(self) -> "KnowledgeBase":
         return self._first.kb
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
+    def stream(self, question: str, **options: Any) -> PieceStream:
         return self.engine_of(options.get("model")).stream(question, **options)
 
     def check_strategy(

@@ -1,12 +1,14 @@
 """What a caller asks for: a question with everything that goes with it, checked in one place."""
 
+# ruff: noqa: RUF009 - `configured` makes a field
+
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
-from kvweave.config import WeaveConfig, given
+from kvweave.config import LibrarySettings, QualitySettings, WeaveConfig, given
 from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.engine.sampling import Sampling
@@ -20,47 +22,18 @@ from kvweave.text.tool_calls import TOOL_CHOICES as TOOL_CHOICES
 from kvweave.text.tool_calls import Message, ToolUse, texts_of_tools
 from kvweave.types import ChunkId
 
-TOP_K = 5  # chunks that are put in front of a question
+TOP_K = LibrarySettings().k  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
-ORDER = OrderPermission.AUTO  # of chunks, unless a question says it
+ORDER = OrderPermission(QualitySettings().order)  # of chunks, unless a question says it
 PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
 REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 SpeculationMode = Literal["auto", "on", "off"]
 NothingMode = Literal["say", "answer"]  # where no chunk is found
 
 
-class AskOptions(TypedDict, total=False):
-    """Keyword arguments of `Weave.ask`, `stream` and `plan`; `Question` says what each means."""
-
-    documents: Sequence[Document | str] | None
-    sampling: Sampling | None
-    system: str | None
-    k: int | None
-    reuse: str | None
-    ratio: float | None
-    bound: float | None
-    order: str | None
-    conversation_id: str | None
-    recognise: bool | None
-    history: Sequence[Mapping[str, Any]]
-    tenant: str
-    speculate: SpeculationMode | None
-    model: str | None
-    retrieval: Retrieval | None
-    min_score: float | None
-    filter: Mapping[str, Any]
-    reranker: str | None
-    rewrite: bool | None
-    query: str | None
-    nothing_found: NothingMode | None
-    cite: bool
-    tools: Sequence[Mapping[str, Any]]
-    tool_choice: str | Mapping[str, Any] | None
-    parallel_tool_calls: bool
-    since: Sequence[Message]
-    watched: int
-    forced: Sequence[int]
-    alone: bool
+def configured(key: str) -> Any:
+    """An option that is None unless a question has it: then the configuration's `key` holds."""
+    return field(default=None, metadata={"key": key})
 
 
 class ChatOptions(TypedDict, total=False):
@@ -138,25 +111,27 @@ class Question:
     documents: Sequence[Document | str] | None = None  # None: the nearest chunks there are
     sampling: Sampling | None = None  # None: as the Weave draws
     system: str | None = None  # in place of the Weave's own system prompt
-    k: int | None = None  # chunks to take from the knowledge base; None: TOP_K
+    k: int | None = configured("library.k")  # chunks to take from the knowledge base
     reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
     ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
-    bound: float | None = None  # "auto": nats per token that reuse may cost; None: BOUND
-    order: str | None = None  # whether chunks may move, see OrderPermission; None: ORDER
+    bound: float | None = configured("quality.bound")  # "auto": nats per token that reuse may cost
+    order: str | None = configured("quality.order")  # whether chunks may move, see OrderPermission
     conversation_id: str | None = None  # which conversation the history is of
-    recognise: bool | None = None  # by what was said, where it has no id; None: as is usual
+    recognise: bool | None = configured("library.recognise")  # by what was said, where it has no id
     history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
     tenant: str = ""  # whose conversation it is; "": the Weave's own
     speculate: SpeculationMode | None = None  # None: as the Weave does
     model: str | None = None  # of a gateway that has several; None: the usual one
-    # how chunks are found, see `SearchOptions`; None: as is usual
-    retrieval: Retrieval | None = None
-    min_score: float | None = None
+    # how chunks are found, see `SearchOptions`
+    retrieval: Retrieval | None = configured("library.retrieval")
+    min_score: float | None = configured("library.min_score")
     filter: Mapping[str, Any] = field(default_factory=dict)  # what metadata their documents have
-    reranker: str | None = None
-    rewrite: bool | None = None  # a follow-up is searched for as the model puts it
+    reranker: str | None = configured("library.reranker")
+    # a follow-up is searched for as the model puts it
+    rewrite: bool | None = configured("library.rewrite")
     query: str | None = None  # what is searched for; None: the question
-    nothing_found: NothingMode | None = None  # "say" so, or "answer" from nothing
+    # "say" so, or "answer" from nothing
+    nothing_found: NothingMode | None = configured("library.nothing_found")
     cite: bool = False  # put the numbers of sources behind the answer's sentences
     # what the model may call, as OpenAI's API has it: see `text/tool_calls.py`
     tools: Sequence[Mapping[str, Any]] = ()
@@ -173,7 +148,7 @@ class Question:
     def __post_init__(self) -> None:
         if self.bound is not None and not 0.0 <= self.bound < math.inf:
             raise RequestError(
-                f"bound {self.bound:g} is no number of nats from 0 on; give one such as 0.02"
+                f"bound {self.bound:g} is no number of nats from 0 on; give one such as {BOUND:g}"
             )
         check_order(self.order)
         if self.speculate not in (None, *get_args(SpeculationMode)):
@@ -241,66 +216,59 @@ class Question:
         return BOUND if self.bound is None else self.bound
 
     def filled(self, usual: "QuestionDefaults", kb_order: str | None = None) -> "Question":
-        """The same, with what it leaves open as is usual: in its knowledge base (`kb_order`), or
-        else as configured."""
-        reuse, ratio = self.reuse, self.ratio
-        if reuse is None and ratio is None:
-            reuse, ratio = usual.reuse, usual.ratio
-        bound = usual.bound if self.bound is None else self.bound
-        order = next(o for o in (self.order, kb_order, usual.order) if o is not None)
-        if self.order is None and reuse == "full":  # which gains nothing by another order
-            order = OrderPermission.AS_FOUND
-        return replace(
-            self,
-            reuse=reuse,
-            ratio=ratio,
-            bound=bound,
-            order=order,
-            k=usual.k if self.k is None else self.k,
-            retrieval=self.retrieval or usual.search.retrieval,
-            min_score=usual.search.min_score if self.min_score is None else self.min_score,
-            reranker=self.reranker or usual.search.reranker,
-            rewrite=usual.rewrite if self.rewrite is None else self.rewrite,
-            nothing_found=self.nothing_found or usual.nothing_found,
-            recognise=usual.recognise if self.recognise is None else self.recognise,
-        )
+        """The same question with what it leaves open as is usual: in its knowledge base
+        (`kb_order`), or else as configured."""
+        open_ones = {name: key for name, key in CONFIGURED.items() if getattr(self, name) is None}
+        values = {name: usual.value(key) for name, key in open_ones.items()}
+        if self.reuse is None and self.ratio is None:
+            values["reuse"], values["ratio"] = usual.reuse, usual.ratio
+        if self.order is None and values.get("reuse", self.reuse) == "full":
+            values["order"] = OrderPermission.AS_FOUND  # it gains nothing by another order
+        elif self.order is None and kb_order is not None:
+            values["order"] = kb_order
+        return replace(self, **values)
+
+
+CONFIGURED = {
+    each.name: each.metadata["key"] for each in fields(Question) if "key" in each.metadata
+}
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionDefaults:
-    """What holds for questions that do not say it."""
+    """What holds for questions that do not say it: a configuration's. Raises ConfigError for a
+    `reuse` that cannot be."""
 
-    reuse: str | None = None
-    ratio: float | None = None
-    bound: float = BOUND
-    order: str = ORDER
-    k: int = TOP_K
-    search: SearchOptions = field(default_factory=SearchOptions)  # its filter does not count
-    rewrite: bool = False
-    nothing_found: NothingMode = "say"
-    nothing_text: str | None = None  # what is said then; None: NOTHING_TEXT
-    recognise: bool = True
+    quality: QualitySettings = field(default_factory=QualitySettings)
+    library: LibrarySettings = field(default_factory=LibrarySettings)
     # fields of `Sampling` that the user configured; the others are the model's, or built in
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        parse_reuse(self.quality.reuse)
+
     @classmethod
-    def of(cls, config: WeaveConfig) -> "QuestionDefaults":
-        """What a configuration says. Raises ConfigError for a `reuse` that cannot be."""
-        quality, library = config.quality, config.library
-        reuse, ratio = parse_reuse(quality.reuse)
-        return cls(
-            reuse,
-            ratio,
-            quality.bound,
-            quality.order,
-            library.k,
-            SearchOptions(library.retrieval, library.min_score, reranker=library.reranker),
-            library.rewrite,
-            library.nothing_found,
-            library.nothing_text,
-            library.recognise,
-            given(config.sampling),
-        )
+    def from_config(cls, config: WeaveConfig) -> "QuestionDefaults":
+        return cls(config.quality, config.library, given(config.sampling))
+
+    def value(self, key: str) -> Any:
+        """Of a key by its dotted name, such as "library.k"."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self, section), name)
+
+    @property
+    def reuse(self) -> str | None:
+        return parse_reuse(self.quality.reuse)[0]
+
+    @property
+    def ratio(self) -> float | None:
+        return parse_reuse(self.quality.reuse)[1]
+
+    @property
+    def search(self) -> SearchOptions:
+        """How chunks are found."""
+        library = self.library
+        return SearchOptions(library.retrieval, library.min_score, reranker=library.reranker)
 
 
 def check_order(order: str | None) -> None:

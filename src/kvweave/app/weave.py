@@ -36,7 +36,6 @@ from kvweave.app.question import (
     BOUND,
     REUSES,
     TOP_K,
-    AskOptions,
     ChatOptions,
     KVTransfer,
     PlainOptions,
@@ -317,7 +316,7 @@ class Weave:
 
     # ---- answers
 
-    def ask(self, question: str, **options: Unpack[AskOptions]) -> Answer:
+    def ask(self, question: str, **options: Any) -> Answer:
         """Answer from `documents`, or from the `k` nearest chunks of the open knowledge base.
 
         `system` takes the place of the Weave's own system prompt for this question. `reuse` names a
@@ -359,7 +358,7 @@ class Weave:
         self._refuse_other(model)
         return self._target.sampling.sampling(asked, built_in)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
+    def stream(self, question: str, **options: Any) -> PieceStream:
         """As `ask`, piece by piece."""
         called_s = time.perf_counter()
         self._refuse_other(options.get("model"))
@@ -373,7 +372,7 @@ class Weave:
         self._refuse_other(model)
         self._target.router.named(reuse, ratio)
 
-    def plan(self, question: str, **options: Unpack[AskOptions]) -> "Plan":
+    def plan(self, question: str, **options: Any) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""
         laid = self._answerer.lay_out(Question(question, **options), time.perf_counter())
         return self._target.router.preview(laid.prompt, laid.words.asked.question)
@@ -489,7 +488,7 @@ class Weave:
     @property
     def bound(self) -> float:
         """Nats per token that reuse may cost, unless a question says otherwise."""
-        return self._settings.usual.bound
+        return self._settings.usual.quality.bound
 
     @property
     def profile(self) -> "Profile | None":

@@ -10,7 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-BOUND = 0.02  # nats per token
+from kvweave.config import QualitySettings
+
+BOUND = QualitySettings().bound  # nats per token
 MAX_FLIPS = 0.02  # share of questions whose first token may change
 # An answer whose first token leads by less than this many nats is a close call: it is thrown away
 # and computed exactly, before anything was handed out. Nearly all flips are such calls, because a

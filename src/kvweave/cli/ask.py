@@ -17,6 +17,7 @@ from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
     chunks_option,
     config_option,
+    configured_options,
     filter_option,
     model_options,
     pass_config,
@@ -35,7 +36,6 @@ from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
     from kvweave.app.answer.answer_stream import PieceStream
-    from kvweave.app.question import AskOptions
     from kvweave.app.weave import Answer, Document, Weave
 
 # keys that are fields of a chat request by the same name
@@ -203,13 +203,10 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
 
     schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
     Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
-    options: AskOptions = {
+    options = configured_options(config) | {
         "documents": documents if asked.kb_folder is None else None,
-        "k": config.library.k,
         "reuse": reuse,
         "ratio": ratio,
-        "bound": config.quality.bound,
-        "order": config.quality.order,
         "filter": parse_pairs(asked.filters, "--filter"),
         "cite": asked.cite,
         "history": history,

@@ -12,7 +12,7 @@ import click
 from kvweave.cli.asked_kb import open_asked_kb
 from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
 from kvweave.cli.options import Command, model_of, model_options, pass_config, pass_model
-from kvweave.config import EffectiveConfig
+from kvweave.config import EffectiveConfig, QualitySettings
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ RATIOS = "0.05,0.15,0.3,0.5"
 QUICK_STRATEGIES = "weave,weave-deep,weave-through"
 QUICK_RATIOS = "0.3,0.4,0.5"
 QUICK_QUESTIONS = 24
+USUAL_BOUND = QualitySettings().bound
 FEWEST_CHUNKS = 2  # of a prompt that is fused
 MIN_CONTEXT_TOKENS = 2000  # of a sample for critical layers
 
@@ -45,7 +46,7 @@ profile_option = click.option(
 bound_option = click.option(
     "--bound",
     type=float,
-    help="Mean KL to stay below, nats (quality.bound of the configuration: 0.02).",
+    help=f"Mean KL to stay below, nats (quality.bound of the configuration: {USUAL_BOUND:g}).",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 
@@ -153,7 +154,9 @@ def _calibrate(
     variants = _variants(asked.encodings, asked.kb_folder)
     bound = asked.bound
     if not bound >= 0.0:
-        raise ConfigError(f"--bound {bound:g} is no KL; give nats per token, such as 0.02")
+        raise ConfigError(
+            f"--bound {bound:g} is no KL; give nats per token, such as {USUAL_BOUND:g}"
+        )
 
     from kvweave.calibrate.experiment import Experiment, check_room, run_experiment, settings_for
     from kvweave.calibrate.subject import load_subject

@@ -82,17 +82,18 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     Knowledge bases, search and prompts are here; tokens come from the upstreams.
     """
     serve.need_extra()
-    from kvweave.gateway.config import GatewayConfig
+    from kvweave.gateway.config import read_key, read_upstreams
 
-    at, upstreams = effective.config.server, GatewayConfig.of(effective.config.gateway)
+    at, upstreams = effective.config.server, read_upstreams(effective.config.gateway)
+    read_key(effective.config.gateway)  # before anything is listened to
     with serve.listen(at.host, at.port) as listener, StartAnswers(listener) as start:
-        serve.run_server(*make_server(folders, effective, upstreams, listener), start)
+        serve.run_server(*make_server(folders, effective, len(upstreams), listener), start)
 
 
 def make_server(
     folders: Sequence[str],
     effective: EffectiveConfig,
-    upstreams: "GatewayConfig",
+    num_upstreams: int,
     listener: socket.socket,
 ) -> "tuple[Server, Gateway, Libraries]":
     """Wait for an upstream and put the server together; the others are to be closed after it."""
@@ -110,14 +111,14 @@ def make_server(
     config, server_config = effective.config, effective.config.server
     keys = read_keys(server_config.api_key_file)
     if effective.sources["server.running"] == "default":
-        running = min(MOST_RUNNING, RUNNING_PER_UPSTREAM * len(upstreams.upstreams))
+        running = min(MOST_RUNNING, RUNNING_PER_UPSTREAM * num_upstreams)
         server_config = replace(server_config, running=running)
     places = serve.make_places(config, folders)
     serve.warn_if_open(server_config.host, has_keys=bool(keys))
     configure_logs(server_config.log_format, server_config.log_level)
     configure_tracing()
     gateway = Gateway(
-        upstreams,
+        config.gateway,
         tokenizer=config.gateway.tokenizer,
         settings=AnswerSettings.of(config),
         remotes=remote_tiers(config.store),

@@ -9,7 +9,15 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from kvweave.config import MOST, EffectiveConfig, Flag, known_keys, load_config
+from kvweave.config import (
+    MOST,
+    EffectiveConfig,
+    Flag,
+    QualitySettings,
+    WeaveConfig,
+    known_keys,
+    load_config,
+)
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -207,12 +215,22 @@ reuse_option = config_option(
     metavar="STRATEGY[:RATIO]",
     help="auto, full, prefix, reuse, weave:0.15, qcfuse, … (auto where KV is stored, else prefix).",
 )
+
+
+def configured_options(config: WeaveConfig) -> dict[str, Any]:
+    """The options of a question that a configuration has, by their names."""
+    from kvweave.app.question import CONFIGURED
+
+    return {name: config.value(key) for name, key in CONFIGURED.items()}
+
+
 planning_options = _all_of(  # what a user allows the planner
     config_option(
         "quality.bound",
         "--bound",
         type=click.FloatRange(min=0.0),
-        help="How far auto may let answers drift: mean KL to full prefill, nats per token (0.02).",
+        help="How far auto may let answers drift: mean KL to full prefill, nats per token "
+        f"({QualitySettings().bound:g}).",
     ),
     config_option(
         "quality.order",

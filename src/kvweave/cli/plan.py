@@ -8,6 +8,7 @@ import click
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
     chunks_option,
+    configured_options,
     json_option,
     model_options,
     pass_config,
@@ -46,9 +47,9 @@ def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveC
     if not question.strip():
         raise RequestError("the question is empty; ask something")
     check_knowledge_base(kb_folder)
-    k, allowed = effective.config.library.k, effective.config.quality
+    allowed = effective.config.quality
     with open_weave(config=effective.config, kb=kb_folder) as weave:
-        plan = weave.plan(question, k=k, bound=allowed.bound, order=allowed.order)
+        plan = weave.plan(question, **configured_options(effective.config))
         if as_json:
             about = {"model": weave.model_name, "question": question}
             told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}

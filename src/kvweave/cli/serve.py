@@ -249,18 +249,8 @@ def make_server(
 def make_limits(server: ServerSettings) -> "Limits":
     from kvweave.serve.limits import Limits
 
-    return Limits(
-        running=server.running,
-        waiting=server.waiting,
-        body_bytes=server.body_bytes,
-        upload_bytes=server.upload_bytes,
-        request_s=server.request_s,
-        connections=min(server.connections, _room_for_connections()),
-        slow_s=server.slow_s,
-        tenant_answers=server.tenant_answers,
-        tenant_kbs=server.tenant_kbs,
-        tenant_bytes=server.tenant_bytes,
-    )
+    connections = min(server.connections, _room_for_connections())
+    return replace(Limits.from_settings(server), connections=connections)
 
 
 def make_defaults(config: WeaveConfig) -> "RequestDefaults":
@@ -330,7 +320,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         embedder=config.library.embedder,
         kv=replace(KVOptions.of(config), background=BackgroundKV.of(config)),
         speculation=SpeculationConfig(**given(config.speculation)),
-        usual=QuestionDefaults.of(config),
+        usual=QuestionDefaults.from_config(config),
         audit=AuditConfig.of(config.quality),
         promotion=config.library.promotion,
         parsing=ParseLimits(

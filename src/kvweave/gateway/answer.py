@@ -83,7 +83,7 @@ class RoutedAnswer:
             exchange.cut()
 
     def _make(self) -> Generator[Piece, None, None]:
-        fleet, most = self._fleet, self._fleet.cfg.retry.most
+        fleet, most = self._fleet, self._fleet.cfg.retries
         fleet.budget.asked()
         guess = self._guess
         if guess is not None:

@@ -17,9 +17,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from kvweave.config import GatewaySettings
 from kvweave.errors import UpstreamError
 from kvweave.gateway.cards import UpstreamCard, read_card
-from kvweave.gateway.config import GatewayConfig
+from kvweave.gateway.config import read_key, read_upstreams
 from kvweave.gateway.connections import Exchange, UpstreamFailed
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
 from kvweave.gateway.refusals import refused
@@ -116,12 +117,13 @@ class ReplicaLease:
 class Fleet:
     """The replicas of one gateway. Any thread."""
 
-    def __init__(self, cfg: GatewayConfig, metrics: Metrics | None = None) -> None:
+    def __init__(self, cfg: GatewaySettings, metrics: Metrics | None = None) -> None:
         self.cfg = cfg
         self.metrics = metrics or Metrics()
-        self.budget = RetryBudget(cfg.retry.share, cfg.retry.reserve)
+        self.budget = RetryBudget(cfg.retry_share, cfg.retry_reserve)
         self._changed = threading.Condition()  # guards the replicas; never held for long
-        self._replicas = [Replica(url, cfg) for url in cfg.upstreams]
+        key = read_key(cfg)
+        self._replicas = [Replica(url, cfg, key) for url in read_upstreams(cfg)]
         self._next = 0  # round robin
         self._closed = False
 

@@ -13,15 +13,15 @@ from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, ChatOptions, KVTransfer, PlainOptions, Question
+from kvweave.app.question import ChatOptions, KVTransfer, PlainOptions, Question
 from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.config import GatewaySettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ModelError, RequestError
 from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
-from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.fleet import Fleet
 from kvweave.gateway.health import HealthWatch
 from kvweave.gateway.library import RoutedLibrary
@@ -52,7 +52,7 @@ class Gateway:
 
     def __init__(
         self,
-        cfg: GatewayConfig,
+        cfg: GatewaySettings,
         *,
         tokenizer: str | None = None,
         settings: AnswerSettings | None = None,
@@ -159,7 +159,7 @@ class Gateway:
     ) -> None:
         self._answerers.check_reuse(reuse, model)
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
+    def stream(self, question: str, **options: Any) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
         return self._answerers.of(asked.model).answer(asked, called_s)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Unpack
+from typing import Any
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.settings import AnswerSettings
@@ -12,7 +12,7 @@ from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
 from kvweave.app.library.retries import Retries
 from kvweave.app.library.stored_kv import KV_FOLDER
-from kvweave.app.question import AskOptions, Question
+from kvweave.app.question import Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
 from kvweave.gateway.removals import EngineMemory
@@ -46,7 +46,7 @@ class RoutedLibrary:
     def kb(self) -> KnowledgeBase:
         return self._kb
 
-    def stream(self, question: str, **options: Unpack[AskOptions]) -> PieceStream:
+    def stream(self, question: str, **options: Any) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
         return self._answerers.of(asked.model).answer(asked, called_s)

@@ -2,8 +2,8 @@
 
 from enum import StrEnum
 
+from kvweave.config import GatewaySettings
 from kvweave.gateway.cards import UpstreamCard
-from kvweave.gateway.config import GatewayConfig
 from kvweave.gateway.connections import Connections, Exchange
 from kvweave.gateway.mirror import Mirror
 from kvweave.kv.breaker import Breaker
@@ -22,8 +22,8 @@ class Replica:
     """State of one upstream. The fleet's lock guards what changes, but connections and breaker,
     which are safe by themselves."""
 
-    def __init__(self, url: str, cfg: GatewayConfig) -> None:
-        self.connections = Connections(url, connect_s=cfg.connect_s, api_key=cfg.api_key)
+    def __init__(self, url: str, cfg: GatewaySettings, api_key: str | None = None) -> None:
+        self.connections = Connections(url, connect_s=cfg.connect_s, api_key=api_key)
         self.name = self.connections.url
         self.breaker = Breaker(
             f"requests to {self.name}",

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvweave.config import LibrarySettings
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.types import ChunkId
 
 WINDOW = 1000  # requests; fewer are noisy, all of them stale
-PROMOTION = 2  # uses in the window before a chunk that requests bring gets its KV stored
+PROMOTION = (
+    LibrarySettings().promotion
+)  # uses in the window before a chunk that requests bring gets its KV stored
 MAX_VISITS = 256  # nodes a walk through the tree may look at
 MIN_GAIN_TOKENS = 64
 MIN_GAIN_SHARE = 0.05

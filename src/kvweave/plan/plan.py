@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvweave.config import QualitySettings
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.loading_cost import Load
@@ -95,7 +96,7 @@ class PlanRequest:
     chunks: tuple[ChunkRef, ...]  # as retrieved
     question_tokens: int  # everything behind the chunks
     order: OrderPermission = OrderPermission.AS_FOUND
-    quality_bound: float = 0.02  # nats per token of mean KL
+    quality_bound: float = QualitySettings().bound  # nats per token of mean KL
     history: tuple[ChunkRef, ...] = ()  # parts between preamble and chunks, in order; never move
     turns: int = 0  # of this conversation before this one whose chunks the history holds
     in_history: tuple[ChunkRef, ...] = ()  # retrieved, and left out because `history` has them

@@ -15,6 +15,7 @@ from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
+from kvweave.config import LibrarySettings, QualitySettings
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
@@ -121,7 +122,9 @@ def test_planners_of_system_prompts_that_are_gone_go_too(world: World, weave: We
 
 
 def test_a_configured_reuse_holds_for_chats_too(model: Model) -> None:
-    settings = AnswerSettings(usual=QuestionDefaults(reuse="full", k=2))
+    settings = AnswerSettings(
+        usual=QuestionDefaults(QualitySettings(reuse="full"), LibrarySettings(k=2))
+    )
     with Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave:
         for _ in range(2):
             answer = said(weave.chat([{"role": "user", "content": "Hello " * 60}], sampling=GREEDY))

@@ -96,7 +96,7 @@ def teacher_forced(decoder: Decoder, ids: list[int], count: int) -> Tensor:
 
 def test_where_nothing_is_lost_an_audit_finds_nothing(ready: World) -> None:
     """All rows recomputed is full prefill, but for the first chunk: int8 rounded it."""
-    with reopened(ready, usual=QuestionDefaults("weave", 1.0)) as weave:
+    with reopened(ready, usual=QuestionDefaults(QualitySettings(reuse="weave:1.0"))) as weave:
         answer = ask(weave, 1)
         assert answer.audit is not None
         found = settled(weave)
@@ -147,7 +147,7 @@ def test_a_table_that_is_right_stays_open(ready: World) -> None:
 def test_a_strategy_that_the_server_names_is_audited_and_never_changed(
     ready: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    usual = QuestionDefaults("reuse", bound=BOUND)
+    usual = QuestionDefaults(QualitySettings(reuse="reuse", bound=BOUND))
     with reopened(ready, usual=usual) as weave, caplog.at_level(logging.WARNING):
         for asked in range(20):
             answer = ask(weave, asked)

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from kvweave.app.auto.facts import (
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.tier_probes import STALE_S
 from kvweave.app.library.kv_behind import PreambleKey
-from kvweave.app.question import AskOptions, Question
+from kvweave.app.question import CONFIGURED, Question, QuestionDefaults
 from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.cli.plan_view import plan_document
+from kvweave.config import WeaveConfig, known_keys
 from kvweave.engine.engine import Engine
 from kvweave.errors import RequestError
 from kvweave.fuse.prefill import StoredPrompt
@@ -423,9 +424,12 @@ def test_the_knowledge_tree_is_priced_by_the_measured_machine(
     assert len(prices) == 1, "once, when the profile is opened; it moves by itself"
 
 
-def test_every_keyword_of_ask_is_a_field_with_a_default() -> None:
-    names = {field.name for field in fields(Question)} - {"question"}
-    assert names == AskOptions.__optional_keys__
+def test_an_option_that_is_configured_has_the_type_of_its_key() -> None:
+    assert len(CONFIGURED) > 5
+    for name, key in CONFIGURED.items():
+        value = WeaveConfig().value(key)
+        assert getattr(Question("q").filled(QuestionDefaults()), name) == value
+        assert known_keys()[key].kind.complaint(value) is None, name
 
 
 def test_a_free_order_is_a_permutation_and_keep_keeps(world: World, weave: Weave) -> None:

@@ -10,6 +10,7 @@ from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import QuestionDefaults
 from kvweave.app.weave import Weave
+from kvweave.config import QualitySettings
 from worlds.serving import serving, user
 from worlds.tiny_corpus import WordEmbedder
 
@@ -27,7 +28,7 @@ def test_an_audited_answer_shows_in_explain_and_in_the_metrics(
         root=tmp_path,
         embedder="words",
         kv=KVOptions("isolated"),
-        usual=QuestionDefaults("reuse"),  # as `kvweave serve --reuse reuse`
+        usual=QuestionDefaults(QualitySettings(reuse="reuse")),  # as `kvweave serve --reuse reuse`
         audit=AuditConfig(share=1.0),
     )
     libraries = Libraries(weave, config, open_embedder=lambda name: WordEmbedder())

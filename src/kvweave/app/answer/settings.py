@@ -74,7 +74,7 @@ class AnswerSettings:
         return cls(
             SYSTEM if system is None else system,
             speculation=SpeculationConfig(**given(config.speculation)),
-            usual=QuestionDefaults.of(config),
+            usual=QuestionDefaults.from_config(config),
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store.codec or CODEC
             ),

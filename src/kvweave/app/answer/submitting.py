@@ -30,7 +30,7 @@ def submit(
 ) -> Submitted:
     """Take what was found through the last three stages. One that is held begins at once."""
     if not found.chunks and asked.says_nothing:
-        return say_nothing_found(asked, settings.usual.nothing_text)
+        return say_nothing_found(asked, settings.usual.library.nothing_text)
     planned = plan(lay_out(asked, found, target), target, settings.uses)
     return target.submit(planned, is_held=is_held)
 

@@ -42,8 +42,8 @@ CLOSE_WAIT_S = 10.0  # more than a step takes
 class AuditConfig:
     """How much is audited."""
 
-    share: float = 0.05  # of fused answers; 0: none
-    per_minute: int = 30  # audits at most
+    share: float = QualitySettings().audit_share  # of fused answers; 0: none
+    per_minute: int = QualitySettings().audit_per_minute  # audits at most
     seed: int = 0  # which answers
 
     @classmethod

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, Unpack
+from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.search_pace import Paces, PrefillPace, SearchPace
@@ -30,7 +30,8 @@ from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import AskOptions, QuestionDefaults, check_order
+from kvweave.app.question import QuestionDefaults, check_order
+from kvweave.config import ServerSettings
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.embedder import OLD_IDENTITY
 from kvweave.corpus.kb_folder import remove_folder
@@ -147,7 +148,9 @@ class LibrariesConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     parsing: ParseLimits = field(default_factory=ParseLimits)  # of files that are uploaded
-    open_most: int = 4  # at a time; the one that was not used for longest makes way
+    open_most: int = (
+        ServerSettings().open_kbs
+    )  # at a time; the one that was not used for longest makes way
     host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
 
@@ -276,9 +279,7 @@ class Libraries:
         finally:
             loan.give_back()
 
-    def stream(
-        self, place: LibraryKey, question: str, **options: Unpack[AskOptions]
-    ) -> PieceStream:
+    def stream(self, place: LibraryKey, question: str, **options: Any) -> PieceStream:
         """As `Weave.stream`, over a knowledge base that stays open until the answer is closed.
 
         A strategy that the model is not ready for is a RequestError.

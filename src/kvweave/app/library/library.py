@@ -38,7 +38,7 @@ from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
 
-DEFAULT_EMBEDDER = "minilm"
+DEFAULT_EMBEDDER = LibrarySettings().embedder
 FLUSH_S = 10.0  # at the end, for writes under way
 
 OpenEmbedder = Callable[[str], Embedder]

@@ -5,14 +5,14 @@ Python callers have it too, and what it means if it is left out, is decided in `
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
-from kvweave.app.question import PLAIN_REUSES, AskOptions, ChatOptions
+from kvweave.app.question import PLAIN_REUSES, ChatOptions, Question
 from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context
@@ -40,6 +40,8 @@ from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 DEFAULT_MAX_TOKENS = 1024  # for callers who name no limit
 LONGEST_CONVERSATION_ID = 256
+# options of a question that a request has under the same name
+OPTIONS = tuple(each.name for each in fields(Question) if each.name in ChatRequest.model_fields)
 # fields about how chunks of a knowledge base are found
 SEARCHING = ("retrieval", "min_score", "filter", "rewrite", "nothing_found", "recognise")
 OVER = "'documents' and 'kb' go with user and assistant messages in turn, a user's first and last"
@@ -196,41 +198,24 @@ def _over_chunks(
 ) -> list[Start]:
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
     system, turns, since = _turns(request.messages)
-    options: AskOptions = {
+    options: dict[str, Any] = {name: getattr(request, name) for name in OPTIONS}
+    options |= {
         "tools": _tools(request),
-        "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
         "since": since,
         "documents": _documents(request),
         "system": system,
         "history": turns[:-1],
-        "conversation_id": request.conversation_id,
-        "recognise": request.recognise,
         "tenant": tenant,
-        "model": request.model,
-        "cite": request.cite,
-        "filter": request.filter,
-        "retrieval": request.retrieval,
-        "min_score": request.min_score,
-        "rewrite": request.rewrite,
-        "nothing_found": request.nothing_found,
+        "reuse": None,
     }
-    if request.reuse is not None:
-        options["reuse"], options["ratio"] = request.reuse.strategy, request.reuse.ratio
-        if request.reuse.bound is not None:
-            options["bound"] = request.reuse.bound
+    if (reuse := request.reuse) is not None:
+        options |= {"reuse": reuse.strategy, "ratio": reuse.ratio, "bound": reuse.bound}
     _check_retrieval(request)
-    if request.k is not None:
-        options["k"] = request.k
-    if request.order is not None:
-        options["order"] = request.order
-    if request.speculate is not None:
-        options["speculate"] = request.speculate
     if measure is not None:
         options["watched"], options["forced"], options["alone"] = measure
 
     def start(sampling: Sampling) -> PieceStream:
-        question, asked = str(turns[-1]["content"]), AskOptions(**options, sampling=sampling)
+        question, asked = str(turns[-1]["content"]), {**options, "sampling": sampling}
         if request.kb is None:
             reuse, ratio, model = asked.get("reuse"), asked.get("ratio"), asked.get("model")
             try:
