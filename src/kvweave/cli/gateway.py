@@ -17,7 +17,6 @@ from kvweave.serve.starting import StartAnswers
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries
-    from kvweave.gateway.config import GatewayConfig
     from kvweave.gateway.gateway import Gateway
     from kvweave.serve.server import Server
 
