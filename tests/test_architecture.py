@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
         *("fuse/encode", "fuse/transfer", "calibrate", "plan", "engine"),
         *("app", "app/audit", "app/library"),
     },
-    "app/audit": {"corpus", "calibrate", "plan", "engine", "app"},
+    "app/audit": {"corpus", "calibrate", "plan", "engine", "app", "app/library"},
     "app/answer": {
         *("text", "corpus", "fuse", "kv/tree", "calibrate", "plan", "engine"),
         *("app", "app/audit", "app/library", "app/auto"),

@@ -22,8 +22,7 @@ from kvweave.app.answer.stages import (
 )
 from kvweave.app.answer.token_stream import TokenStream
 from kvweave.app.answer.tool_answer import tool_sampling
-from kvweave.app.audit.audit_log import FILE as AUDIT_FILE
-from kvweave.app.audit.audit_log import AuditLog, AuditSubject
+from kvweave.app.audit.audit_log import open_log
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.requests import exact_request
@@ -35,7 +34,6 @@ from kvweave.app.runtime import ModelRuntime
 from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.metrics import Metrics
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import JsonGrammars
 from kvweave.text.length import refuse_long
@@ -67,8 +65,8 @@ class EngineTarget:
         if library is not None:
             codec = library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
-        open_log = partial(_open_audit_log, runtime, library)
-        self.auditor = Auditor(runtime.client, settings.audit, open_log, self._catch_up)
+        opens = partial(open_log, runtime, library)
+        self.auditor = Auditor(runtime.client, settings.audit, opens, self._catch_up)
         self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
         is_cpu = runtime.decoder.device.type == "cpu"
         self.max_guesses = GUESSES_ON_CPU if is_cpu else GUESSES_ON_DEVICE
@@ -255,13 +253,3 @@ def _measured(request: EngineRequest, question: Question) -> EngineRequest:
     use_tree = request.use_tree and not question.alone
     watched, forced = max(question.watched, request.watched), tuple(question.forced)
     return replace(request, watched=watched, forced=forced, use_tree=use_tree)
-
-
-def _open_audit_log(runtime: ModelRuntime, library: Library | None, metrics: Metrics) -> AuditLog:
-    """With the knowledge base; in memory where there is none."""
-    revision = runtime.decoder.revision
-    if library is None:
-        return AuditLog(AuditSubject(revision, "documents"), metrics)
-    encoder = library.encoder
-    encoding = f"{encoder.encoding_context} {encoder.context.codec}"
-    return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / AUDIT_FILE)

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvweave.app.audit.figures import SURE, AuditFigures, evidence_above, evidence_of_flips
+from kvweave.app.library.library import Library
+from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.gate import MAX_FLIPS
 from kvweave.corpus.index.files import atomic_file
 from kvweave.metrics import Metrics
@@ -296,3 +298,13 @@ def _check(entry: dict[str, Any]) -> None:
 
 def _subject_of(entry: dict[str, Any]) -> AuditSubject:
     return AuditSubject(entry["model"], entry["encoding"])
+
+
+def open_log(runtime: ModelRuntime, library: Library | None, metrics: Metrics) -> AuditLog:
+    """The log of a model: with its knowledge base, in memory where there is none."""
+    revision = runtime.decoder.revision
+    if library is None:
+        return AuditLog(AuditSubject(revision, "documents"), metrics)
+    encoder = library.encoder
+    encoding = f"{encoder.encoding_context} {encoder.context.codec}"
+    return AuditLog(AuditSubject(revision, encoding), metrics, library.kb.folder / FILE)
