@@ -36,7 +36,6 @@ class Sampling:
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0  # keep the smallest set of tokens with this much probability
     top_k: int = 0  # keep this many tokens; 0 keeps all
-    min_p: float = 0.0  # keep tokens with at least this part of the likeliest one's probability
     repetition_penalty: float = 1.0  # > 1 makes tokens seen so far less likely
     seed: int | None = None  # None: another answer each time
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
@@ -47,6 +46,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # token ids, and what is added to their logits
     json_schema: str | None = None  # the answer is JSON that this schema, itself JSON, describes
+    min_p: float = 0.0  # keep tokens with at least this part of the likeliest one's probability
 
     def __post_init__(self) -> None:
         def check(ok: bool, name: str, wants: str) -> None:
