@@ -12,6 +12,7 @@ row by itself, but a sign of how much a better choice of as many rows could brin
 Shapes: H hits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import Scene, top_positions
+from kvweave.fuse.selectors.base import Scene, ranked_positions
 from kvweave.fuse.strategy import Strategy
 from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import causal_column_mass, column_scores
@@ -41,8 +42,8 @@ class Oracle:
     def needs(self, num_layers: int) -> Needs:
         return Needs()  # nothing that could be priced
 
-    def select(self, scene: Scene, count: int) -> Tensor:
-        return top_positions(self.scores(scene), scene.hits, count)
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        return ranked_positions(self.scores(scene), scene.hits, counts)
 
     @torch.inference_mode()
     def scores(self, scene: Scene) -> Tensor:

@@ -8,6 +8,7 @@ request behind the first is not missed there when it leaves.
 
 import asyncio
 import functools
+import json
 import logging
 import time
 from typing import Any
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 
 LARGEST_HEAD = 1 << 16  # bytes; and of whatever else is not yet a piece of a body
 TOO_LARGE = "The head of the request is too large."
+BAD = (
+    b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\n"
+    b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+)
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 5\r\n"
     b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
@@ -146,7 +151,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if is_large and not self.is_idle:  # these words would stand in the midst of a reply
             self.transport.abort()
         else:
-            super().send_400_response(TOO_LARGE if is_large else msg)
+            words = TOO_LARGE if is_large else msg
+            error = {"message": words, "type": "invalid_request_error", "param": None, "code": None}
+            body = json.dumps({"error": error}).encode()
+            self.transport.write(BAD % (len(body), body))
+            self.transport.close()
 
 
 def guarded(most: int, header_s: float) -> Any:

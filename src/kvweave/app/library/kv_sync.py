@@ -238,16 +238,25 @@ class KVSync:
         return [] if self._neighbours is None else self._neighbours.keys_at_hand(chunk_ids)
 
 
+def _remove_from_catalogue(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync) -> Written:
+    """Remove documents from the catalogue, on a full disk too: SQLite has to write before it frees
+    anything. Chunk KV that is saved meanwhile may take the room that was freed, so what is freed
+    grows: the KV of these documents, then of all, which can be made again."""
+    everything = [document.id for document in kb.documents()]
+    for freed in (ids, everything, everything):
+        try:
+            return kb.catalogue.remove(ids)
+        except CorpusFull:
+            sync.make_room(freed)
+    return kb.catalogue.remove(ids)
+
+
 def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync) -> Written:
     """Remove documents with their vectors, words and chunk KV, and all KV that saw their text."""
     with kb.writing():
         sync.before()
         before = sync.state()
-        try:
-            written = kb.catalogue.remove(ids)
-        except CorpusFull:  # SQLite has to write before it frees anything
-            sync.make_room(ids)
-            written = kb.catalogue.remove(ids)
+        written = _remove_from_catalogue(kb, ids, sync)
         kb.publish()
         try:
             sync.forget(written.orphaned)
