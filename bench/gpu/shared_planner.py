@@ -129,7 +129,6 @@ class PlannedWorld:
         started_s = time.perf_counter()
         planned, plan = self._plan(request)
         recorded = self._lessons.num_recorded()
-        self._planner.begun(plan)
         carried_out = self._carried_out(request, plan)
         planning_ms = (time.perf_counter() - started_s) * 1e3
         ticket = self._engine.submit(carried_out)
