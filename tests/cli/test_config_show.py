@@ -241,6 +241,7 @@ def test_serve_goes_by_the_file(run: Run, here: Path) -> None:
 def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig, LibraryKey
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
+    from kvweave.app.question import QuestionDefaults
     from kvweave.config import load_config
     from kvweave.serve.limits import Limits
 
@@ -255,13 +256,17 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     assert serve.make_limits(config.server) == limits
     folders = {LibraryKey("", "a"): Path("x")}
     kv = replace(KVOptions.of(config), background=BackgroundKV(9, 0.25, bound=0.02))
-    places = LibrariesConfig(Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30)
+    usual = QuestionDefaults.from_config(config)
+    places = LibrariesConfig(
+        Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30, usual=usual
+    )
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
-    usual = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV(bound=0.02)))
-    assert serve.make_places(WeaveConfig(), []) == usual, "by default KV is made by itself"
+    plain = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV(bound=0.02)))
+    assert serve.make_places(WeaveConfig(), []) == plain, "by default KV is made by itself"
     without = WeaveConfig(library=LibrarySettings(background_kv="never"))
-    assert serve.make_places(without, []) == LibrariesConfig(kb_root())
+    usual = QuestionDefaults.from_config(without)
+    assert serve.make_places(without, []) == LibrariesConfig(kb_root(), usual=usual)
 
 
 @pytest.mark.parametrize("below", [[], ["layers"]], ids=["calibrate", "calibrate layers"])

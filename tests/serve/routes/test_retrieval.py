@@ -152,7 +152,7 @@ def test_hits_say_where_they_are_and_what_would_become_of_them(kb_server: KbServ
 
 def test_a_long_text_keeps_its_metadata(kb_server: KbServer) -> None:
     """Its JSON is read in another process."""
-    url = f"{kb_server.url}/v1/kb/long/documents"
+    url = f"{kb_server.url}/v1/kb/long-with-metadata/documents"
     said = {f"key{i}": f"{'x' * 40}{i}" for i in range(32)}
     body = {"title": "Long", "text": "pods and nodes. " * 20_000, "metadata": said}
     assert httpx.post(url, json=body, timeout=120).status_code == 200
