@@ -97,7 +97,7 @@ def test_ways_are_compared_with_the_chosen_model(visit: Visiting, several: KbSer
         assert json.loads(sent.value.post_data or "")["model"] == "twin"
         ways = page.locator(".way")
         for at in range(3):
-            expect(ways.nth(at).locator("dl.facts")).to_contain_text("Rows computed")
+            expect(ways.nth(at).locator("dl.facts")).to_contain_text("Tokens computed")
         expect(page.get_by_text("Answered by twin.")).to_be_visible()
         v.keep("models-compare")
         ways.nth(0).get_by_role("link", name="Details").click()
