@@ -1,6 +1,7 @@
 """An answer in the making: token choices of the engine in, pieces of text out."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -114,7 +115,7 @@ class PieceStream(Protocol):
         """`call` once this is closed."""
 
 
-class AnswerOver:
+class AnswerOver(ABC):
     """A `PieceStream` over another one. For one thread."""
 
     def __init__(self, inner: PieceStream) -> None:
@@ -143,9 +144,9 @@ class AnswerOver:
     def when_closed(self, call: Callable[[], None]) -> None:
         self._inner.when_closed(call)
 
+    @abstractmethod
     def _make(self) -> Iterator[Piece]:
         """The pieces; sets `answer` unless the inner one was cut."""
-        raise NotImplementedError
 
 
 class Tokens(Protocol):

@@ -43,6 +43,7 @@ from kvweave.kv.tiers import open_tier
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)
+FULL_TRIES = 3  # to remove documents from a full disk, each with more room than the one before
 
 Forgotten = Callable[[Collection[ChunkId]], None]
 FILE = "encoded.json"
@@ -242,12 +243,11 @@ def _remove_from_catalogue(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: K
     """Remove documents from the catalogue, on a full disk too: SQLite has to write before it frees
     anything. Chunk KV that is saved meanwhile may take the room that was freed, so what is freed
     grows: the KV of these documents, then of all, which can be made again."""
-    everything = [document.id for document in kb.documents()]
-    for freed in (ids, everything, everything):
+    for attempt in range(FULL_TRIES):
         try:
             return kb.catalogue.remove(ids)
         except CorpusFull:
-            sync.make_room(freed)
+            sync.make_room([each.id for each in kb.documents()] if attempt else ids)
     return kb.catalogue.remove(ids)
 
 
