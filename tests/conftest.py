@@ -37,7 +37,7 @@ os.environ["XDG_DATA_HOME"] = _DATA.name
 def no_waiting_for_quiet() -> Iterator[None]:
     """Chunks that come back are stored as soon as no answer is in the making."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvweave.app.background.QUIET_S", 0.0)
+        patch.setattr("kvweave.engine.background.QUIET_S", 0.0)
         yield
 
 

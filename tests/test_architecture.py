@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "app/library": {
         *("text", "corpus", "model", "model/files", "kv", "kv/format", "kv/tiers"),
-        *("fuse/encode", "calibrate", "ingest", "plan", "app"),
+        *("fuse/encode", "calibrate", "ingest", "plan", "engine", "app"),
     },
     "app/auto": {
         *("text", "corpus", "kernels", "model", "kv", "kv/format", "kv/tree", "fuse"),

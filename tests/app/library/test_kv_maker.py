@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.background import ActiveAnswers, BackgroundPace, GaveUp
+from kvweave.engine.background import ActiveAnswers, BackgroundPace, GaveUp
 from kvweave.app.library import corpus_kv, kv_maker
 from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
@@ -423,7 +423,7 @@ def test_a_model_without_room_for_a_chunk_behind_its_filler_says_so(
 def test_beside_an_answer_it_keeps_to_its_share_and_in_idle_time_it_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvweave.app.background.QUIET_S", 0.05)
+    monkeypatch.setattr("kvweave.engine.background.QUIET_S", 0.05)
     answers, ended = ActiveAnswers(), threading.Event()
     pace = BackgroundPace(answers, share=0.2)
     with pace.turn(ended) as turn:

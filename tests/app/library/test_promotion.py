@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.background import ActiveAnswers, BackgroundPace
+from kvweave.engine.background import ActiveAnswers, BackgroundPace
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import key_context
 from kvweave.app.library.promotion import ChunkPromotion

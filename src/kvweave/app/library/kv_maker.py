@@ -5,7 +5,7 @@ documents, wants stored.
     2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
     3  front copies of the others, most asked for first, begun when it is quiet   (`front_kv.py`)
 
-One chunk at a time, a few layers at a time, when the engine may be had (`app/background.py`): an
+One chunk at a time, a few layers at a time, when the engine may be had (`engine/background.py`): an
 answer that comes meanwhile waits for a slice, never for a chunk.
 
 A chunk may be deleted while its KV is in the making. So its KV is written first, and then it is
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from kvweave.app.background import BackgroundPace, GaveUp
+from kvweave.engine.background import BackgroundPace, GaveUp
 from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.errors import CorpusError, EngineClosed, KVWeaveError

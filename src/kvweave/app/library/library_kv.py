@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from kvweave.app.background import BUSY_SHARE
+from kvweave.engine.background import BUSY_SHARE
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
