@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvweave.engine.background import QUIET_S, ActiveAnswers, BackgroundPace
 from kvweave.config import ModelChoice
+from kvweave.engine.background import QUIET_S, ActiveAnswers, BackgroundPace
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed

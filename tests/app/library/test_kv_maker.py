@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.engine.background import ActiveAnswers, BackgroundPace, GaveUp
 from kvweave.app.library import corpus_kv, kv_maker
 from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
@@ -22,6 +21,7 @@ from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.background import ActiveAnswers, BackgroundPace, GaveUp
 from kvweave.errors import TierError
 from kvweave.kv.keys import ChunkKey, ChunkTag
 from kvweave.kv.residency import Residency

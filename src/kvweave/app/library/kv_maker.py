@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from kvweave.engine.background import BackgroundPace, GaveUp
 from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_progress import KVProgress
+from kvweave.engine.background import BackgroundPace, GaveUp
 from kvweave.errors import CorpusError, EngineClosed, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
 from kvweave.plan.ordering import AccessTable

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from kvweave.engine.background import BUSY_SHARE
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
@@ -31,6 +30,7 @@ from kvweave.calibrate.gate import (
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.engine.background import BUSY_SHARE
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
 from kvweave.fuse.encode.context_room import check_room
