@@ -33,8 +33,9 @@ from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import CostModel
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest, Reason, SpanKind
+from kvweave.plan.plan import Plan, PlanRequest, SpanKind
 from kvweave.plan.planner import Planner
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 RATIO = 0.15

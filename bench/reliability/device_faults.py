@@ -25,10 +25,10 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.engine.stats import NOT_IN_TREE
 from kvweave.errors import KVWeaveError, PromptTooLong
 from kvweave.kv.keys import parse_key
 from kvweave.kv.store import KVStore
+from kvweave.reasons import Reason
 from kvweave.serve.workers.engine_watch import EngineWatch
 from reliability.device_hooks import HAND_OUT, POOL, DeviceHooks, no_memory
 from reliability.device_world import (
@@ -632,7 +632,7 @@ class DeviceLane:
 
     def _note(self, row: DeviceRow, question: Question, answer: Answer, crowd: int = 1) -> None:
         row.answer, row.seconds = self.world.judge(question, answer), answer.seconds
-        whys = (why for why in answer.whys if why != NOT_IN_TREE)  # as of every new prompt
+        whys = (why for why in answer.whys if why != Reason.NOT_IN_TREE)  # as of every new prompt
         row.whys = list(dict.fromkeys([*row.whys, *whys]))
         usual_s = crowd * self.usual_s[question]
         row.extra_s = max(row.extra_s, answer.seconds - usual_s, 0.0)

@@ -17,9 +17,10 @@ from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest, Reason
+from kvweave.plan.plan import Plan, PlanRequest
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink, link_name
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 ROUNDS = 12  # requests for the same chunks, one after another

@@ -20,7 +20,7 @@ from kvweave.calibrate.gate import (
 )
 from kvweave.calibrate.profiles import load_profile
 from kvweave.plan.inputs import PromptShape
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 
 PACKAGED = Path(gate_module.__file__).parent / "packaged"
 SHAPE = PromptShape(1000, 5)

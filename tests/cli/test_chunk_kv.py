@@ -25,7 +25,7 @@ from kvweave.kv.config import (
     StoreConfig,
 )
 from kvweave.kv.tiers.durable_files import DurableFiles
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from worlds.running import Ran, Run
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder

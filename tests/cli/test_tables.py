@@ -15,7 +15,8 @@ from rich.console import Console
 
 from kvweave.cli.plan_view import declined_lines, options_table, plan_line, spans_table
 from kvweave.cli.tables import cut_middle
-from kvweave.plan.plan import Option, Plan, Reason, Span, SpanKind
+from kvweave.plan.plan import Option, Plan, Span, SpanKind
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 from worlds.tiny_corpus import WordEmbedder, make_folder, make_tokenizer
 

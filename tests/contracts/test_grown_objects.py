@@ -11,12 +11,12 @@ from kvweave.kv.format.header import HEAD_BYTES, Section, seal_header
 from kvweave.kv.format.objects import PackedChunk, read_header, verify_object
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.memory import new_memory
-from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.redis import RedisTier
+from kvweave.reasons import Reason
 from worlds.extras import CHUNK as WITH_EXTRAS
 from worlds.extras import UNREAD, wait_until
 from worlds.kv import LAYERS, is_layer_of, make_chunk
@@ -45,7 +45,7 @@ def open_store(*tiers: Tier) -> KVStore:
     )
 
 
-def load(store: KVStore, chunk: PackedChunk, *extras: str) -> dict[bytes, Miss]:
+def load(store: KVStore, chunk: PackedChunk, *extras: str) -> dict[bytes, Reason]:
     """Load a chunk as a request would; what is missing or lost. What comes is right."""
     with store.acquire([chunk.key]) as lease:
         transfer = store.load(lease, extras=extras)
@@ -63,7 +63,7 @@ def test_an_object_with_bytes_appended_is_a_miss_and_goes(make_tier: Callable[[]
         assert store.save(CHUNK, wait_s=30).wait(30)
         assert load(store, CHUNK) == {}
         append(make_tier(), CHUNK)
-        assert load(store, CHUNK) == {CHUNK.key: Miss.CORRUPT}
+        assert load(store, CHUNK) == {CHUNK.key: Reason.CORRUPT}
         wait_until(lambda: store.metrics.value("kv_quarantined_total") == 1)
         assert make_tier().size(CHUNK.key) is None
 
@@ -95,7 +95,7 @@ def test_extras_of_an_object_that_grew_are_not_used(
     with open_store(host, tier) as store:
         assert load(store, WITH_EXTRAS) == {}
         append(tier, WITH_EXTRAS)
-        assert load(store, WITH_EXTRAS, *UNREAD) == {WITH_EXTRAS.key: Miss.CORRUPT}
+        assert load(store, WITH_EXTRAS, *UNREAD) == {WITH_EXTRAS.key: Reason.CORRUPT}
 
 
 def forge(chunk: PackedChunk, size_bytes: int) -> bytes:
@@ -122,7 +122,7 @@ def test_an_object_forged_to_be_longer_is_refused(make_tier: Callable[[], Tier])
         tier.write(CHUNK.key, [forge(CHUNK, 4096)])  # a header of another kvweave may name more
         assert load(store, CHUNK) == {}
         tier.write(CHUNK.key, [forge(CHUNK, 50 << 20)])
-        assert load(store, CHUNK) == {CHUNK.key: Miss.CORRUPT}
+        assert load(store, CHUNK) == {CHUNK.key: Reason.CORRUPT}
 
 
 def test_an_object_that_claims_to_be_huge_takes_no_memory_when_it_is_checked() -> None:

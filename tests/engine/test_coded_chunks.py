@@ -12,8 +12,8 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.request import State
-from kvweave.kv.residency import Miss
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
 from worlds.engine import SMALL, ids, plain
 from worlds.fused import CHUNKS, World, answer, at_rest, shuffled
 from worlds.tiny_models import make_model_folder
@@ -170,7 +170,7 @@ def test_chunks_that_are_lost_without_room_are_computed_in_copies(
 
     def losing(wanted):  # type: ignore[no-untyped-def]
         lease = acquire([key for key in wanted if key not in keys])
-        lease.missing.update(dict.fromkeys(keys.intersection(wanted), Miss.CORRUPT))
+        lease.missing.update(dict.fromkeys(keys.intersection(wanted), Reason.CORRUPT))
         return lease
 
     monkeypatch.setattr(world.store, "acquire", losing)

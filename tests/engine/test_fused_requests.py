@@ -16,9 +16,9 @@ from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import WAYS
-from kvweave.kv.residency import Miss
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
 from worlds.engine import SMALL, VOCABULARY, alone, ids, plain, with_chunks
 from worlds.fused import (
     CHUNKS,
@@ -326,7 +326,7 @@ def test_chunks_that_are_lost_on_the_way_are_computed(world: World) -> None:
         full = with_chunks(PREAMBLE, [CHUNKS[2], CHUNKS[0]], QUESTION, max_tokens=6)
         assert answer(ticket) == [c.token_id for c in alone(world.decoder, full)]
         assert ticket.record is not None
-        assert [chunk.why for chunk in ticket.record.chunks] == [str(Miss.ABSENT)] * 2
+        assert [chunk.why for chunk in ticket.record.chunks] == [str(Reason.ABSENT)] * 2
         at_rest(engine, world)
 
 

@@ -14,8 +14,8 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.request import EngineRequest
 from kvweave.fuse.request import State
-from kvweave.kv.residency import Miss
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 from worlds.engine import SMALL, alone, ids, plain, until, with_chunks
 from worlds.fused import CHUNKS, PREAMBLE, QUESTION, World, answer, at_rest, shuffled
@@ -273,7 +273,7 @@ def test_chunks_that_are_lost_on_the_way_are_computed_into_their_pages(
 
     def losing(wanted):  # type: ignore[no-untyped-def]
         lease = acquire([key for key in wanted if key not in keys])
-        lease.missing.update(dict.fromkeys(keys.intersection(wanted), Miss.CORRUPT))
+        lease.missing.update(dict.fromkeys(keys.intersection(wanted), Reason.CORRUPT))
         return lease
 
     monkeypatch.setattr(world.store, "acquire", losing)
@@ -282,7 +282,7 @@ def test_chunks_that_are_lost_on_the_way_are_computed_into_their_pages(
         ticket = engine.submit(request)
         assert answer(ticket) == want
         assert ticket.record is not None
-        assert ticket.record.chunks[2].why == str(Miss.CORRUPT)
+        assert ticket.record.chunks[2].why == str(Reason.CORRUPT)
         assert resident(engine) < len(CHUNKS)
         at_rest(engine, world)
 

@@ -21,12 +21,13 @@ from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
 from kvweave.kv.keys import ChunkKey, KeyContext
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
+from kvweave.reasons import Reason
 from kvweave.types import Chunk, ChunkId, EncodeWork
 from worlds.fuse import prefill_stored
 from worlds.kv import make_context
@@ -135,7 +136,7 @@ def test_one_chunk_behind_the_preamble_is_exact(any_decoder: Decoder, store: KVS
 
 def test_nothing_stored_means_full_prefill(any_decoder: Decoder, store: KVStore) -> None:
     reused = answer(any_decoder, store, CHUNKS, saved=[])
-    assert set(reasons(reused)) == {Miss.ABSENT}
+    assert set(reasons(reused)) == {Reason.ABSENT}
     want = full_prefill(any_decoder, prompt_of(CHUNKS))
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -169,7 +170,7 @@ def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, n
     else:
         assert counts["computed"] == missing
         assert counts["recomputed"] == budget(hits, opened.ratio)
-        assert reasons(got) == [None, None, None, Miss.ABSENT]
+        assert reasons(got) == [None, None, None, Reason.ABSENT]
     if opened.reuses != "all":
         want = full_prefill(decoder, prompt_of(CHUNKS))
         torch.testing.assert_close(got.logits, want, atol=1e-4, rtol=1e-4)
@@ -281,11 +282,11 @@ def test_a_flipped_byte_in_any_layer_is_answered_by_recomputation(
         victim.write_bytes(damaged)
         with KVStore(cfg) as store:
             reused = answer(decoder, store, CHUNKS, saved=[])
-            assert reasons(reused) == [None, None, Miss.CORRUPT, None]
+            assert reasons(reused) == [None, None, Reason.CORRUPT, None]
             again = reused
-            while reasons(again)[2] == Miss.CORRUPT:  # put aside behind the request's back
+            while reasons(again)[2] == Reason.CORRUPT:  # put aside behind the request's back
                 again = answer(decoder, store, CHUNKS, saved=[])
-            assert reasons(again) == [None, None, Miss.ABSENT, None]  # and for good
+            assert reasons(again) == [None, None, Reason.ABSENT, None]  # and for good
             torch.testing.assert_close(again.logits, reused.logits)
         victim.parent.mkdir(parents=True, exist_ok=True)
         victim.write_bytes(pristine)
@@ -317,7 +318,7 @@ def test_a_chunk_lost_at_its_last_layer_is_recomputed_and_the_answer_is_right(
         reused = answer(decoder, store, chunks, saved=[])
     assert came[:2] == [(layer, 1) for layer in range(last)][:2]  # the pass was well under way
     assert (last, 0) in came
-    assert reasons(reused) == [Miss.CORRUPT]
+    assert reasons(reused) == [Reason.CORRUPT]
     want = full_prefill(decoder, prompt_of(chunks))
     torch.testing.assert_close(reused.logits, want, atol=1e-4, rtol=1e-4)
 
@@ -344,7 +345,7 @@ def test_stored_kv_of_another_shape_is_computed_instead(
         layers = [LayerKV(cut(kv.k), cut(kv.v)) for kv in layers]
         store.save(pack_chunk(encoder.key(CHUNKS[2]), layers))
         got = answer(decoder, store, CHUNKS, saved=[])
-        assert reasons(got) == [None, Miss.ABSENT, Miss.CORRUPT, Miss.ABSENT]
+        assert reasons(got) == [None, Reason.ABSENT, Reason.CORRUPT, Reason.ABSENT]
         torch.testing.assert_close(got.logits, want.logits)
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvweave.fuse.record import TokenStates, chunk_records
 from kvweave.fuse.request import FuseRequest, State, classify
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.residency import Miss
+from kvweave.reasons import Reason
 
 A, B, C, D = (ChunkKey(bytes([i]) * 32) for i in range(4))
 CHUNKS = [(A, [1, 2]), (B, [3]), (C, [4, 5, 6]), (D, [7, 8])]
@@ -58,7 +58,7 @@ def test_counting_tokens_by_state_spells_none_of_them_out(
 def test_a_chunk_has_the_recomputed_tokens_that_stand_in_it() -> None:
     request = make_request({A, C, D})
     tiers = {A: "host", C: "disk", D: "host"}
-    records = chunk_records(request, (5, 7, 8, 9), tiers, {B: Miss.CORRUPT}, {})
+    records = chunk_records(request, (5, 7, 8, 9), tiers, {B: Reason.CORRUPT}, {})
     assert [(r.start, r.num_tokens, r.state) for r in records] == [
         (2, 2, E), (4, 1, N), (5, 3, R), (8, 2, R),
     ]  # fmt: skip

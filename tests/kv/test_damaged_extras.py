@@ -9,10 +9,10 @@ import pytest
 from kvweave.errors import TierError
 from kvweave.kv.config import RedisTierConfig, StoreConfig
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.transfers import Transfer
+from kvweave.reasons import Reason
 from worlds.extras import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_config
 from worlds.servers import running_redis
@@ -26,7 +26,7 @@ def assert_whole(transfer: Transfer) -> None:
     assert not transfer.lost
 
 
-def assert_lost(transfer: Transfer, miss: Miss = Miss.CORRUPT) -> None:
+def assert_lost(transfer: Transfer, miss: Reason = Reason.CORRUPT) -> None:
     assert transfer.extras("anchors") == {}
     assert transfer.lost == {KEY: miss}
     assert transfer.wait_layer(0) == {}
@@ -127,7 +127,7 @@ def test_what_says_whose_text_it_is_must_be_whole_for_everybody(tmp_path: Path) 
     with world.store as store, store.acquire([KEY]) as lease:
         transfer = store.load(lease)
         assert transfer.wait_layer(0) == {}
-        assert transfer.lost == {KEY: Miss.CORRUPT}
+        assert transfer.lost == {KEY: Reason.CORRUPT}
 
 
 def test_an_extra_that_the_tier_fails_to_read_is_tried_again_by_the_next(
@@ -150,7 +150,7 @@ def test_an_extra_that_the_tier_fails_to_read_is_tried_again_by_the_next(
 
             with monkeypatch.context() as broken:
                 broken.setattr(reader, "read", fail)
-                assert_lost(store.load(two, extras=["anchors"]), Miss.TIER_FAILED)
+                assert_lost(store.load(two, extras=["anchors"]), Reason.TIER_FAILED)
             world.below.go_on.set()
             assert_whole(plain)
         assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="read") == 1

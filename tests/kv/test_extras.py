@@ -10,10 +10,10 @@ from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.provenance import carries
-from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.reasons import Reason
 from worlds.extras import (
     CHUNK,
     EXTRAS,
@@ -133,7 +133,7 @@ def test_damaged_extras_do_no_harm_to_loads_that_do_not_want_them(
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.extras("anchors") == {}
-            assert transfer.lost == {KEY: Miss.CORRUPT}
+            assert transfer.lost == {KEY: Reason.CORRUPT}
         wait_for(store, "kv_quarantined_total")
         assert store.peek([KEY])[0].tier is None, "nobody is sent to it any more"
         assert store.save(CHUNK, wait_s=5).wait(5)
@@ -146,7 +146,7 @@ def test_a_layer_is_checked_whatever_extras_are_read(tmp_path: Path) -> None:
     with world.store as store, store.acquire([KEY]) as lease:
         transfer = store.load(lease)
         assert transfer.wait_layer(1) == {}
-        assert transfer.lost == {KEY: Miss.CORRUPT}
+        assert transfer.lost == {KEY: Reason.CORRUPT}
 
 
 def test_a_host_copy_whose_extras_are_gone_below_makes_way_for_a_whole_one(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_host_copy_whose_extras_are_gone_below_makes_way_for_a_whole_one(tmp_p
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.extras("anchors") == {}
-            assert transfer.lost == {KEY: Miss.ABSENT}
+            assert transfer.lost == {KEY: Reason.ABSENT}
         assert store.peek([KEY])[0].tier is None
         assert store.save(CHUNK, wait_s=5).wait(5)
         assert not world.entry_lacks()
@@ -240,7 +240,7 @@ def test_a_host_copy_and_extras_of_another_making_are_not_mixed(tmp_path: Path) 
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.extras("anchors") == {}
-            assert transfer.lost == {KEY: Miss.CORRUPT}
+            assert transfer.lost == {KEY: Reason.CORRUPT}
         wait_for(store, "kv_quarantine_spared_total")
         assert world.load("anchors") == {"anchors": b"b" * 9000}
 
@@ -289,7 +289,7 @@ def test_a_resting_tier_is_not_asked_for_extras(tmp_path: Path) -> None:
         store.inventory.below[0].reads.record_failure("a test", at_once=True)
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
-            assert transfer.lost == {KEY: Miss.TIER_FAILED}
+            assert transfer.lost == {KEY: Reason.TIER_FAILED}
             assert transfer.extras("anchors") == {}
         world.load()
 

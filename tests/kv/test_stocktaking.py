@@ -10,10 +10,11 @@ import pytest
 
 from kvweave.kv.config import FaultPlan, StoreConfig
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import StoredObject, open_tier
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.reasons import Reason
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 from worlds.permissions import closed_folder, plain_user
 
@@ -37,7 +38,7 @@ def config(root: Path, host_chunks: int | None = None, disk_chunks: int = 64) ->
     return make_config(root, host_chunks, disk_chunks, breaker_rest_s=REST_S)
 
 
-def serve(store: KVStore, *numbers: int) -> dict[bytes, Miss]:
+def serve(store: KVStore, *numbers: int) -> dict[bytes, Reason]:
     """Load chunks as a request would; returns what was missing or lost."""
     by_key = {make_key(number): number for number in numbers}
     with store.acquire(list(by_key)) as lease:
@@ -73,8 +74,8 @@ def test_a_folder_that_cannot_be_read_at_the_start_comes_back_with_all_that_lies
         store = KVStore(config(root))
         for _ in range(3):
             assert serve(store, 0, 1) == {
-                make_key(0): Miss.TIER_FAILED,
-                make_key(1): Miss.TIER_FAILED,
+                make_key(0): Reason.TIER_FAILED,
+                make_key(1): Reason.TIER_FAILED,
             }
         assert [peek.residency for peek in store.peek([make_key(0)])] == [Residency.ABSENT]
         assert store.metrics.value("kv_misses_total", reason="tier failed") >= 6
@@ -97,7 +98,7 @@ def test_a_folder_that_cannot_be_read_at_the_start_comes_back_with_all_that_lies
 def test_a_folder_that_gives_errors_at_the_start_comes_back(tmp_path: Path) -> None:
     fill(tmp_path, 0)
     store, tier = open_faulty(tmp_path, FaultPlan(fail=1.0))
-    assert serve(store, 0) == {make_key(0): Miss.TIER_FAILED}
+    assert serve(store, 0) == {make_key(0): Reason.TIER_FAILED}
     tier.plan = FaultPlan()
     come_back(store, 0)
     assert store.used_bytes() == {tier.name: CHUNK_BYTES}
@@ -108,9 +109,9 @@ def test_a_file_in_place_of_the_folder_is_a_tier_that_comes_back(tmp_path: Path)
     root = tmp_path / "store"
     root.write_text("in the way")
     store = KVStore(config(root))
-    assert serve(store, 0) == {make_key(0): Miss.TIER_FAILED}
+    assert serve(store, 0) == {make_key(0): Reason.TIER_FAILED}
     root.unlink()
-    wait_until(lambda: serve(store, 0) == {make_key(0): Miss.ABSENT}, "it is not listed again")
+    wait_until(lambda: serve(store, 0) == {make_key(0): Reason.ABSENT}, "it is not listed again")
     assert store.save(make_chunk(0), wait_s=5).wait(5)
     assert serve(store, 0) == {}
     store.close()
@@ -141,7 +142,7 @@ def test_nothing_is_written_before_it_is_known_what_lies_there(tmp_path: Path) -
     tier.plan = FaultPlan()
     wait_until(lambda: bool(serve(store, 0)) and gate.num_scans > 0, "it is not listed again")
     assert store.save(make_chunk(2), wait_s=5).wait(5) is False
-    assert serve(store, 0) == {make_key(0): Miss.TIER_FAILED}, "what is half counted is not read"
+    assert serve(store, 0) == {make_key(0): Reason.TIER_FAILED}, "what is half counted is not read"
     gate.go_on.set()
     come_back(store, 0, 1)
     assert gate.num_scans == 1, "one at a time"
@@ -171,7 +172,7 @@ def test_what_was_deleted_meanwhile_is_deleted_when_the_folder_is_back(tmp_path:
         assert store.delete([make_key(0)]) == 0
         assert store.metrics.value("kv_tier_errors_total", tier="disk", verb="delete") == 1
     come_back(store, 1)
-    assert serve(store, 0) == {make_key(0): Miss.ABSENT}
+    assert serve(store, 0) == {make_key(0): Reason.ABSENT}
     assert count_files(tmp_path) == 1
     assert store.used_bytes() == {"disk": CHUNK_BYTES}
     store.check_integrity()
@@ -187,7 +188,7 @@ def test_what_is_deleted_while_it_is_listed_is_in_no_book(tmp_path: Path) -> Non
     assert store.delete([make_key(0)]) == 1
     gate.go_on.set()
     come_back(store, 1)
-    assert serve(store, 0) == {make_key(0): Miss.ABSENT}
+    assert serve(store, 0) == {make_key(0): Reason.ABSENT}
     assert store.used_bytes() == {tier.name: CHUNK_BYTES}
     store.check_integrity()
     store.close()

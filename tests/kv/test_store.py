@@ -13,11 +13,12 @@ from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory, new_memory
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.reasons import Reason
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 
@@ -91,7 +92,7 @@ def test_missing_chunks_are_named_with_the_reason(tmp_path: Path) -> None:
     with make_store(tmp_path, range(1)) as store:
         with store.acquire(keys_of(0, 7, 0, 8)) as lease:
             assert lease.keys == tuple(keys_of(0))
-            assert lease.missing == dict.fromkeys(keys_of(7, 8), Miss.ABSENT)
+            assert lease.missing == dict.fromkeys(keys_of(7, 8), Reason.ABSENT)
         assert store.metrics.value("kv_misses_total", reason="absent") == 2
 
 
@@ -259,7 +260,7 @@ def test_layers_come_in_order_before_the_whole_is_there(tmp_path: Path) -> None:
         assert is_layer_of(0, 0, transfer.wait_layer(0)[make_key(0)])
         tier.plan = FaultPlan(fail=1.0)  # layers beyond the look-ahead were not asked for yet
         assert transfer.wait_layer(2) == {}
-        assert transfer.lost == {make_key(0): Miss.TIER_FAILED}
+        assert transfer.lost == {make_key(0): Reason.TIER_FAILED}
     store.close()
 
 
@@ -291,7 +292,7 @@ def test_a_hung_tier_costs_one_deadline_and_then_nothing(
     start_s = time.monotonic()
     for _ in range(50):
         with store.acquire(keys_of(0, 1)) as lease:
-            assert set(lease.missing.values()) == {Miss.TIER_FAILED}
+            assert set(lease.missing.values()) == {Reason.TIER_FAILED}
     assert time.monotonic() - start_s < 0.2
     assert caplog.text.count("rest for a while") == 1
     assert store.metrics.value("kv_misses_total", reason="too slow") >= 1
@@ -304,7 +305,7 @@ def test_a_tier_that_recovers_is_used_again(tmp_path: Path) -> None:
     for _ in range(3):
         assert load_and_check(store, 0) == set()
     with store.acquire(keys_of(0)) as lease:
-        assert lease.missing == {make_key(0): Miss.TIER_FAILED}
+        assert lease.missing == {make_key(0): Reason.TIER_FAILED}
     tier.plan = FaultPlan()
     time.sleep(0.15)
     assert load_and_check(store, 0) == {0}

@@ -8,11 +8,11 @@ import pytest
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
 from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.reasons import Reason
 from worlds.kv import is_layer_of, make_chunk, make_config, make_key
 from worlds.servers import running_redis
 
@@ -170,7 +170,7 @@ def test_a_damaged_extra_is_a_miss(tmp_path: Path) -> None:
     with store, store.acquire([KEY]) as lease:
         transfer = store.load(lease, extras=["anchors"])
         assert transfer.extras("anchors") == {}
-        assert transfer.lost == {KEY: Miss.CORRUPT}
+        assert transfer.lost == {KEY: Reason.CORRUPT}
 
 
 @pytest.mark.parametrize("host_chunks", [None, 16])
@@ -183,7 +183,7 @@ def test_a_layer_past_the_last_is_a_chunk_that_is_not_of_this_model(
             transfer = store.load(lease, first_layers=[LAYERS + 3])
             assert transfer.wait_layer(LAYERS - 1).keys() == {KEY}
             assert transfer.wait_layer(LAYERS) == {}
-            assert transfer.lost == {KEY: Miss.CORRUPT}
+            assert transfer.lost == {KEY: Reason.CORRUPT}
 
 
 def test_chunks_are_whole_when_the_last_layer_is_there_and_lie_one_layer_behind_the_other(
@@ -201,7 +201,7 @@ def test_chunks_are_whole_when_the_last_layer_is_there_and_lie_one_layer_behind_
             assert data[layer * stride :].data_ptr() == encoded.data.data_ptr()
         assert stride - ALIGN < len(encoded.data) <= stride
         assert transfer.whole([KEY, make_key(1)]) is None, "nobody asked for that one"
-        transfer.lost[KEY] = Miss.CORRUPT
+        transfer.lost[KEY] = Reason.CORRUPT
         assert transfer.whole([KEY]) is None
 
 

@@ -11,7 +11,7 @@ from kvweave.fuse.encode.save_log import SaveLog
 from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.inventory import OpenTier, make_slot
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.tiers import open_tier
@@ -19,6 +19,7 @@ from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.writer import SaveTicket, Writer
 from kvweave.metrics import Metrics
+from kvweave.reasons import Reason
 from worlds.kv import (
     CHUNK_BYTES,
     LAYERS,
@@ -42,7 +43,7 @@ def open_faulty(root: Path, disk_chunks: int = 64, **changes: object) -> tuple[K
     return store, tier
 
 
-def serve(store: KVStore, number: int = 0) -> dict[bytes, Miss]:
+def serve(store: KVStore, number: int = 0) -> dict[bytes, Reason]:
     """Load a chunk as a request would; returns what was missing or lost."""
     with store.acquire([make_key(number)]) as lease:
         transfer = store.load(lease)
@@ -69,10 +70,10 @@ def test_a_tier_that_drips_costs_a_request_its_budget_and_no_more(tmp_path: Path
         transfer = store.load(lease)
         for layer in range(LAYERS):
             transfer.wait_layer(layer)
-        assert set(transfer.lost.values()) == {Miss.TOO_SLOW}
+        assert set(transfer.lost.values()) == {Reason.TOO_SLOW}
     assert 0.3 <= time.monotonic() - start_s < 1.5
     with store.acquire([KEY]) as lease:  # and the tier rests
-        assert lease.missing == {KEY: Miss.TIER_FAILED}
+        assert lease.missing == {KEY: Reason.TIER_FAILED}
     store.close()
 
 
@@ -236,7 +237,7 @@ def test_unreadable_objects_are_said_once_count_and_are_replaced(
 ) -> None:
     store, _ = open_faulty(tmp_path)
     save_unreadable(store, range(3), monkeypatch)
-    assert [serve(store, n) for n in range(3)] == [{make_key(n): Miss.FOREIGN} for n in range(3)]
+    assert [serve(store, n) for n in range(3)] == [{make_key(n): Reason.FOREIGN} for n in range(3)]
     give_up_s = time.monotonic() + 5  # a request goes on before it is noted and said
     while len(store.inventory.foreign) < 3 or "cannot be read here" not in caplog.text:
         assert time.monotonic() < give_up_s, caplog.text
@@ -245,7 +246,7 @@ def test_unreadable_objects_are_said_once_count_and_are_replaced(
     assert store.used_bytes() == {"faulty disk": 3 * CHUNK_BYTES}  # they take room all the same
     peeks = store.peek([make_key(n) for n in range(3)])
     assert {p.residency for p in peeks} == {Residency.ABSENT}  # so ingest computes them again
-    assert serve(store, 0) == {KEY: Miss.ABSENT}
+    assert serve(store, 0) == {KEY: Reason.ABSENT}
     monkeypatch.undo()
     assert store.save(make_chunk(0), wait_s=5).wait(5)
     assert serve(store, 0) == {}
@@ -283,7 +284,7 @@ def test_a_file_that_cannot_be_deleted_stays_on_the_books_and_is_not_served(
     monkeypatch.setattr(tier, "delete", refuse)
     assert store.delete([KEY]) == 0
     assert store.used_bytes() == {"faulty disk": 2 * CHUNK_BYTES}
-    assert serve(store, 0) == {KEY: Miss.ABSENT}
+    assert serve(store, 0) == {KEY: Reason.ABSENT}
     assert store.save(make_chunk(5), wait_s=5).wait(5) is False  # no room: nothing can leave
     assert store.metrics.value("kv_saves_dropped_total", reason="cannot evict") == 1
     files = list((tmp_path / "objects").rglob("*.kv"))
@@ -301,7 +302,7 @@ def test_bytes_damaged_on_the_way_do_not_cost_a_good_copy(tmp_path: Path) -> Non
     flips = iter([False, True])  # the header comes well, then a layer does not
     tier.strikes = lambda p: p > 0 and next(flips, False)  # type: ignore[method-assign]
     tier.plan = FaultPlan(corrupt=1.0)
-    assert serve(store) == {KEY: Miss.CORRUPT}
+    assert serve(store) == {KEY: Reason.CORRUPT}
     wait_for("kv_quarantine_spared_total", store)
     tier.strikes = real  # type: ignore[method-assign]
     tier.plan = FaultPlan()
@@ -339,7 +340,7 @@ def test_an_object_rewritten_on_the_server_between_two_reads_survives(tmp_path: 
                 assert transfer.wait_layer(0).keys() == {KEY}
                 tier.write(KEY, [other.view])  # as another machine would
                 transfer.wait_layer(8)
-                assert transfer.lost == {KEY: Miss.CORRUPT}
+                assert transfer.lost == {KEY: Reason.CORRUPT}
             wait_for("kv_quarantine_spared_total", store)
             assert tier.size(KEY) == other.header.total_bytes
 

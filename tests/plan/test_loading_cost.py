@@ -6,9 +6,10 @@ import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.loading_cost import FORGET_S, MOST, UNCHECKED, WINDOW, Load, PaidShares
-from kvweave.plan.plan import Plan, Reason
+from kvweave.plan.plan import Plan
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
+from kvweave.reasons import Reason
 from worlds.plan import EPIC, OpenGate, ask, make_planner, on_disk, price_fused, why
 
 LOAD = Load("disk", 1.0, UNCHECKED, 0.5, 1.0)  # a second of loading, half a second of work

@@ -12,7 +12,8 @@ from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.plan import PlanRequest, PredictionCheck, Reason, SpanKind
+from kvweave.plan.plan import PlanRequest, PredictionCheck, SpanKind
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 from worlds.plan import (
     EPIC,

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest, Reason
+from kvweave.plan.plan import Plan, PlanRequest
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 from worlds.tree import World, refs
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.reasons import MISSES, Reason
+
 if TYPE_CHECKING:
     from kvweave.fuse.record import FuseRecord
 
@@ -72,10 +74,7 @@ def missing_line(record: "FuseRecord", way_out: str) -> str | None:
     What a strategy does not ask for and what a plan computes of its own accord is no complaint.
     `way_out` is the command that stores chunk KV.
     """
-    from kvweave.kv.residency import Miss
-
-    misses = {str(miss) for miss in Miss}
-    found = Counter(chunk.why for chunk in record.chunks if chunk.why in misses)
+    found = Counter(chunk.why for chunk in record.chunks if chunk.why in MISSES)
     if not found:
         return None
     total, all_chunks = found.total(), len(record.chunks)
@@ -83,7 +82,8 @@ def missing_line(record: "FuseRecord", way_out: str) -> str | None:
     why = ", ".join(reasons) if len(found) > 1 else next(iter(found))
     noun, verb = "chunk" if all_chunks == 1 else "chunks", "was" if total == 1 else "were"
     said = f"{total} of {all_chunks} {noun} had no stored KV ({why}) and {verb} computed"
-    can_store = found.keys() & {str(Miss.ABSENT), str(Miss.CORRUPT)}  # the others: mend the tier
+    # the others: mend the tier
+    can_store = found.keys() & {Reason.ABSENT, Reason.CORRUPT}
     return f"{said}; `{way_out}` stores it" if can_store else said
 
 

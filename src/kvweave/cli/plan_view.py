@@ -79,7 +79,7 @@ def declined_lines(plan: "Plan") -> list[str]:
 
 def options_table(plan: "Plan") -> "Table":
     """The options that have a price, the cheapest first."""
-    from kvweave.plan.plan import Reason
+    from kvweave.reasons import Reason
 
     plain = (Reason.CHEAPEST, Reason.DEARER)  # their order says it
     priced = [o for o in plan.options if o.predicted_s is not None]

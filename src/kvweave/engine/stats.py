@@ -6,9 +6,8 @@ from dataclasses import replace
 from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.record import TREE, WAYS, ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
+from kvweave.reasons import Reason
 
-NOT_IN_TREE = "not in the knowledge tree"
-NOT_ASKED_FOR = "not asked for"
 # All that is counted, so that what has not happened yet reads 0 and is not missing.
 NAMES = (
     *(f"tokens_{state}" for state in State),
@@ -37,7 +36,7 @@ def exact_record(sequence: EngineSequence) -> FuseRecord:
         length = len(chunk.token_ids)
         is_exact = start + length <= cached
         state = State.EXACT if is_exact else State.COMPUTED
-        why = NOT_IN_TREE if request.use_tree else NOT_ASKED_FOR
+        why = Reason.NOT_IN_TREE if request.use_tree else Reason.NOT_ASKED_FOR
         record = ChunkRecord(start, length, state, 0, TREE, None)
         chunks.append(record if is_exact else replace(record, tier=None, why=why))
         start += length

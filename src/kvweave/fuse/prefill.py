@@ -35,9 +35,9 @@ from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
-from kvweave.kv.residency import Miss
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer
+from kvweave.reasons import Reason
 
 M = TypeVar("M", OrderedFusion, Prepared)
 NEVER = ChunkKey(b"")  # the key of a chunk that a strategy does not want from the store
@@ -264,7 +264,7 @@ class StoredPrompt:
                 made = attempt(request, tell)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
                 # what arrived in the wrong shape is not lost to the transfer, only to us
-                missing |= {key: transfer.lost.get(key, Miss.CORRUPT) for key in lost.keys}
+                missing |= {key: transfer.lost.get(key, Reason.CORRUPT) for key in lost.keys}
                 continue
             waited_s = self._waited_s + tried_s - started_s
             if not told:
@@ -276,7 +276,7 @@ class StoredPrompt:
         told: list[RecordParts],
         frame: PromptFrame,
         request: FuseRequest,
-        missing: Mapping[ChunkKey, Miss],
+        missing: Mapping[ChunkKey, Reason],
         recomputed: Sequence[int],
     ) -> None:
         """Add what is known of a pass that is ordered to `told`."""
@@ -381,8 +381,8 @@ def named_kv(
     return named
 
 
-def _missing(num_layers: int, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Miss]:
+def _missing(num_layers: int, lease: Lease, transfer: Transfer) -> dict[ChunkKey, Reason]:
     for key, header in transfer.headers().items():
         if len(header.layers) != num_layers:
-            transfer.lost[key] = Miss.CORRUPT  # not of this model, whatever its key says
+            transfer.lost[key] = Reason.CORRUPT  # not of this model, whatever its key says
     return {**lease.missing, **transfer.lost}

@@ -10,7 +10,7 @@ from typing import overload
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.trace import PassTrace
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.residency import Miss
+from kvweave.reasons import Reason
 
 TREE = "tree"  # where exact KV of the knowledge tree comes from
 # How an engine computed a fused prompt: its rows in the steps of all requests, in a step of its own
@@ -150,7 +150,7 @@ def chunk_records(
     request: FuseRequest,
     recomputed: Sequence[int],
     tiers: Mapping[ChunkKey, str],
-    missing: Mapping[ChunkKey, Miss],
+    missing: Mapping[ChunkKey, Reason],
     computed: Mapping[int, str],
 ) -> tuple[ChunkRecord, ...]:
     """One record per chunk, in prompt order. `recomputed` ascends, in reused chunks alone;
@@ -166,5 +166,5 @@ def chunk_records(
     return tuple(records)
 
 
-def _why(key: ChunkKey, missing: Mapping[ChunkKey, Miss], told: str | None) -> str:
-    return str(missing[key]) if key in missing else told or "not asked for"
+def _why(key: ChunkKey, missing: Mapping[ChunkKey, Reason], told: str | None) -> str:
+    return str(missing[key]) if key in missing else told or Reason.NOT_ASKED_FOR

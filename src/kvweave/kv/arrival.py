@@ -18,8 +18,8 @@ from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, laye
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.memory import Memory
 from kvweave.kv.read_plan import ReadSpan
-from kvweave.kv.residency import Miss
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.reasons import Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ArrivalOwner(Protocol):
         """Put an extra that came late, checked and with its padding, into memory."""
         ...
 
-    def report_failure(self, arrival: "Arrival", miss: Miss, detail: str) -> None:
+    def report_failure(self, arrival: "Arrival", miss: Reason, detail: str) -> None:
         """Report that the object, or one of its extras, will not come; `detail` says why."""
         ...
 
@@ -111,8 +111,8 @@ class Arrival:
         self._queue_stalled_s = queue_stalled_s
         self._num_active = 0  # reads that a thread has begun
         self._progress_s = 0.0  # when one of them last began or finished
-        self._failure: Miss | None = None
-        self._lost: dict[str, Miss] = {}  # extras that will not come, though the layers may
+        self._failure: Reason | None = None
+        self._lost: dict[str, Reason] = {}  # extras that will not come, though the layers may
         self._ready: list[bool] = []
         self._awaited: list[int] = []  # layers that some thread waits for, one each
 
@@ -125,7 +125,7 @@ class Arrival:
     # ---- for threads that wait
 
     @property
-    def failure(self) -> Miss | None:
+    def failure(self) -> Reason | None:
         return self._failure
 
     def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
@@ -186,15 +186,15 @@ class Arrival:
         """Whether `wait_extras` would return at once, with them or without."""
         return self._answer(names) is not None
 
-    def lost_of(self, names: Collection[str]) -> Miss | None:
+    def lost_of(self, names: Collection[str]) -> Reason | None:
         """Why one of these extras will not come, as far as that is known. Never blocks."""
         if not self._lost:  # asked for every layer, and hardly ever so
             return None
         return next((self._lost[name] for name in names if name in self._lost), None)
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Reason:
         """Block until the header and those of these extras that the object has are there; they were
-        asked for. A Miss: why they will not come."""
+        asked for. A Reason: why they will not come."""
         while True:
             with self.changed:
                 answer = self._answer(names)
@@ -204,7 +204,7 @@ class Arrival:
                     continue
             self._fail_slow(patience)
 
-    def _answer(self, names: Collection[str]) -> Header | Miss | None:
+    def _answer(self, names: Collection[str]) -> Header | Reason | None:
         """What `wait_extras` returns, None while it would wait."""
         header, held = self.header, self.held  # `held` only ever grows
         if header is None:
@@ -230,7 +230,7 @@ class Arrival:
             if patience.left_s <= 0
             else f"nothing came for {self._deadline_s:g} s"
         )
-        self.fail(Miss.TOO_SLOW, f"{what}; check the device")
+        self.fail(Reason.TOO_SLOW, f"{what}; check the device")
 
     def _stalled_s(self) -> float:
         """Since a read of this object began or finished; of those queued before it if none did. The
@@ -271,12 +271,12 @@ class Arrival:
         self.ended_s = self._progress_s = time.monotonic()
         self.changed.notify_all()
 
-    def lose(self, names: Mapping[str, Miss]) -> None:
+    def lose(self, names: Mapping[str, Reason]) -> None:
         """Record that these extras will not come. The lock is held."""
         self._lost |= names
         self.changed.notify_all()
 
-    def fail(self, miss: Miss, detail: str) -> None:
+    def fail(self, miss: Reason, detail: str) -> None:
         """Nothing more will come. The first reason stands, and the owner hears of that one."""
         with self.changed:
             if self._failure is not None:

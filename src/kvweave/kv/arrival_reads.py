@@ -23,8 +23,8 @@ from kvweave.kv.io_pool import IoPool
 from kvweave.kv.memory import new_memory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.read_plan import ReadingOrder, ReadSpan, extra_runs
-from kvweave.kv.residency import Miss
 from kvweave.kv.tiers.base import Tier
+from kvweave.reasons import Reason
 
 _scratch = threading.local()
 
@@ -121,7 +121,7 @@ class ArrivalReads:
         if not self._pool.submit(run):
             with self._changed:
                 self._running -= 1
-            self.arrival.fail(Miss.TIER_FAILED, "the store was closed")
+            self.arrival.fail(Reason.TIER_FAILED, "the store was closed")
 
     def _attempt(self, job: Callable[[], None]) -> None:
         try:
@@ -129,7 +129,7 @@ class ArrivalReads:
         except TierError as error:
             self.arrival.fail(_miss_of(error), str(error))
         except Exception as error:  # a bug: no thread may wait for it forever, and it must be seen
-            self.arrival.fail(Miss.TIER_FAILED, f"{type(error).__name__}: {error}")
+            self.arrival.fail(Reason.TIER_FAILED, f"{type(error).__name__}: {error}")
             raise
 
     def _is_over(self) -> bool:
@@ -147,7 +147,7 @@ class ArrivalReads:
     def _open(self) -> None:
         reader = self._reader = self._tier.open(self.arrival.key)
         if reader is None:
-            self.arrival.fail(Miss.ABSENT, "it is gone")
+            self.arrival.fail(Reason.ABSENT, "it is gone")
             return
         # of an arrival that is open no header is read: an extra of another making does not match
         # the checksum that came with the layers
@@ -171,17 +171,17 @@ class ArrivalReads:
             )
         damaged = self._take_front(reader, header, raw, landing.memory.view)
         if arrival.owner.refuses(arrival, header, landing.memory):
-            arrival.fail(Miss.ABSENT, "its document was removed")
+            arrival.fail(Reason.ABSENT, "its document was removed")
             return
         with self._changed:
             arrival.front = self._taken
             arrival.held = self._taken - damaged.keys()
-            arrival.lose(dict.fromkeys(damaged, Miss.CORRUPT))
+            arrival.lose(dict.fromkeys(damaged, Reason.CORRUPT))
             arrival.open_up(header)
             self._spans_left = self._order.plan(header, self._tier.best_read_bytes)
             num_jobs = self._due_jobs()
         if damaged:
-            arrival.owner.report_failure(arrival, Miss.CORRUPT, "; ".join(damaged.values()))
+            arrival.owner.report_failure(arrival, Reason.CORRUPT, "; ".join(damaged.values()))
         self._launch_reads(num_jobs)
 
     def _take_front(
@@ -290,15 +290,15 @@ class ArrivalReads:
             arrival.show_extra()
 
 
-def _miss_of(error: TierError) -> Miss:
+def _miss_of(error: TierError) -> Reason:
     """What waiting threads are told."""
     match error:
         case TierCorrupt():
-            return Miss.CORRUPT
+            return Reason.CORRUPT
         case TierForeign():
-            return Miss.FOREIGN
+            return Reason.FOREIGN
         case _:
-            return Miss.TIER_FAILED
+            return Reason.TIER_FAILED
 
 
 def _thread_scratch() -> memoryview:

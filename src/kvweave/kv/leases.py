@@ -7,8 +7,8 @@ from typing import NamedTuple
 from kvweave.kv.arrival_reads import ArrivalReads
 from kvweave.kv.inventory import TierSlot
 from kvweave.kv.keys import ChunkKey
-from kvweave.kv.residency import Miss
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.reasons import Reason
 
 
 class Pin(NamedTuple):
@@ -34,7 +34,7 @@ class Lease:
     def __init__(
         self,
         tiers: Mapping[ChunkKey, str],
-        missing: Mapping[ChunkKey, Miss],
+        missing: Mapping[ChunkKey, Reason],
         holds: Holds,
         release: Callable[[Holds], None],
         abandon: Callable[[Holds], None],

@@ -21,11 +21,11 @@ from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.memory import BufferPool, Memory
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.removal import Remover
-from kvweave.kv.residency import Miss
 from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Locator
 from kvweave.kv.transfers import HostChunk, Sources, Transfer
+from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class Loader:
                     if entry is None:
                         reads = self._arrive(lease, key)
                     elif self._inventory.by_name[entry.origin].reads.is_open:
-                        sources.lost[key] = Miss.TIER_FAILED
+                        sources.lost[key] = Reason.TIER_FAILED
                         continue
                     else:
                         reads = self._complete_entry(key, entry)
@@ -308,36 +308,36 @@ class Loader:
             self._staging.give_back(landing.memory)
         return True
 
-    def report_failure(self, arrival: Arrival, miss: Miss, detail: str) -> None:
+    def report_failure(self, arrival: Arrival, miss: Reason, detail: str) -> None:
         """Note what will not come: the object, or an extra that other loads need not know of. A
         damaged object goes in either case, so that the chunk is computed and saved whole."""
         self._metrics.count("kv_misses_total", reason=miss.value)
         slot, record = self._inventory.by_name[arrival.tier_name], arrival.record
         with self._lock:
             self.active.shut(arrival)
-            if miss is Miss.CORRUPT:
+            if miss is Reason.CORRUPT:
                 record.damaged = True
                 self.active.end(arrival)
-            if record.kept is not None and miss in (Miss.CORRUPT, Miss.ABSENT):
+            if record.kept is not None and miss in (Reason.CORRUPT, Reason.ABSENT):
                 self._host_objects.give_up_part(arrival.key, record.kept)
         self._locator.forget(arrival.key)
         name = f"{arrival.key.hex()[:16]}… in {slot.name}"
         match miss:
-            case Miss.CORRUPT:
+            case Reason.CORRUPT:
                 log.warning("%s is damaged and refused: %s", name, detail)
                 # an open file can be read wherever it is put, an object of a server cannot
                 is_read_on = arrival.failure is None and arrival.whole() is None
                 if not (slot.tier.remote and is_read_on):
                     self._put_aside(arrival)
-            case Miss.FOREIGN:
+            case Reason.FOREIGN:
                 if self._remover.set_aside(slot, arrival.key):
                     log.warning("%s cannot be read here, nor can others like it: %s", name, detail)
-            case Miss.ABSENT:
+            case Reason.ABSENT:
                 self._remover.forget(slot, arrival.key, record.source)
-            case Miss.TIER_FAILED | Miss.TOO_SLOW:
+            case Reason.TIER_FAILED | Reason.TOO_SLOW:
                 log.info("%s did not come: %s", name, detail)
                 self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="read")
-                slot.reads.record_failure(detail, at_once=miss is Miss.TOO_SLOW)
+                slot.reads.record_failure(detail, at_once=miss is Reason.TOO_SLOW)
 
     def _put_aside(self, arrival: Arrival) -> None:
         """Take what an arrival was read from out of sight if it is damaged. Once."""

@@ -30,7 +30,7 @@ from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loading import ActiveLoads, Loader
 from kvweave.kv.provenance import Provenance, carries
 from kvweave.kv.removal import Remover
-from kvweave.kv.residency import Miss, Peek, Residency
+from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.saving import Saver
 from kvweave.kv.stocktaking import StockTaker
 from kvweave.kv.tier_budget import TierEntry
@@ -39,6 +39,7 @@ from kvweave.kv.tiers import Tier
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
+from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class KVStore:
         located = self._finder.locate(self._finder.unknown(unique))
         now_s = time.time()
         tiers: dict[ChunkKey, str] = {}
-        missing: dict[ChunkKey, Miss] = {}
+        missing: dict[ChunkKey, Reason] = {}
         holds = Holds({}, [], [])
         with self._lock:
             for key in unique:
@@ -437,11 +438,11 @@ class Finder:
             return slot, entry
         return (located[key].slot, None) if key in located else (None, None)
 
-    def why_absent(self, key: ChunkKey) -> Miss:
+    def why_absent(self, key: ChunkKey) -> Reason:
         """Lock is held."""
         for slot in self._inventory.slots:
             if not slot.is_booked:  # it may have it
-                return Miss.TIER_FAILED
+                return Reason.TIER_FAILED
             if slot.reads.is_open and (slot.budget is None or key in slot.budget):
-                return Miss.TIER_FAILED
-        return Miss.ABSENT
+                return Reason.TIER_FAILED
+        return Reason.ABSENT

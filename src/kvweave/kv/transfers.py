@@ -13,8 +13,8 @@ from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
 from kvweave.kv.memory import Memory
 from kvweave.kv.provenance import PROVENANCE
-from kvweave.kv.residency import Miss
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.reasons import Reason
 
 
 class LoadedChunk(Protocol):
@@ -25,7 +25,7 @@ class LoadedChunk(Protocol):
     ended_s: float
 
     @property
-    def failure(self) -> Miss | None: ...
+    def failure(self) -> Reason | None: ...
 
     def is_ready(self, layer: int) -> bool: ...
 
@@ -35,9 +35,9 @@ class LoadedChunk(Protocol):
 
     def has_extras(self, names: Collection[str]) -> bool: ...
 
-    def lost_of(self, names: Collection[str]) -> Miss | None: ...
+    def lost_of(self, names: Collection[str]) -> Reason | None: ...
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss: ...
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Reason: ...
 
     def named_extra(self, name: str) -> memoryview | None: ...
 
@@ -48,7 +48,7 @@ class HostChunk:
     """A chunk that is in the host tier: every layer is there at once, and so is every extra that
     the load asked for. What the entry lacks was not asked for."""
 
-    failure: Miss | None = None
+    failure: Reason | None = None
     tier_name = "host"
     began_s = ended_s = 0.0
 
@@ -73,10 +73,10 @@ class HostChunk:
     def has_extras(self, names: Collection[str]) -> bool:
         return True
 
-    def lost_of(self, names: Collection[str]) -> Miss | None:
+    def lost_of(self, names: Collection[str]) -> Reason | None:
         return None
 
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Miss:
+    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Reason:
         return self._header
 
     def named_extra(self, name: str) -> memoryview | None:
@@ -91,7 +91,7 @@ class Sources(NamedTuple):
 
     chunks: dict[ChunkKey, LoadedChunk]
     reads: dict[ChunkKey, ArrivalReads]  # those of them that are on their way
-    lost: dict[ChunkKey, Miss]  # chunks of the lease that cannot be had
+    lost: dict[ChunkKey, Reason]  # chunks of the lease that cannot be had
 
 
 class Transfer:
@@ -111,7 +111,7 @@ class Transfer:
         extras: Collection[str] = (),
     ) -> None:
         """`patience_s` is how long this request waits for each tier, all chunks together."""
-        self.lost: dict[ChunkKey, Miss] = sources.lost  # failed on the way, and why
+        self.lost: dict[ChunkKey, Reason] = sources.lost  # failed on the way, and why
         self._lease = lease
         self._chunks = sources.chunks
         self._reads = sources.reads
@@ -153,7 +153,7 @@ class Transfer:
             if encoded is not None and miss is None:
                 found[key] = encoded
             else:
-                self.lost[key] = miss or Miss.CORRUPT
+                self.lost[key] = miss or Reason.CORRUPT
         return found
 
     def whole(self, keys: Iterable[ChunkKey]) -> list[Tensor] | None:
@@ -227,7 +227,7 @@ class Transfer:
         found: dict[ChunkKey, Header] = {}
         for key, chunk in self._alive():
             answer = chunk.wait_extras(extras, self._patience[chunk.tier_name])
-            if isinstance(answer, Miss):
+            if isinstance(answer, Reason):
                 self.lost[key] = answer
             else:
                 found[key] = answer

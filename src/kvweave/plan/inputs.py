@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from kvweave.kv.tree.node import ChunkRef, Match, Node
 from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
-from kvweave.plan.plan import Reason, Span, SpanKind
+from kvweave.plan.plan import Span, SpanKind
 from kvweave.plan.profile import link_name
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 

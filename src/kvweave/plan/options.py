@@ -10,7 +10,8 @@ from typing import NamedTuple
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
 from kvweave.plan.hits import StoredHits, loaded_without, loads_of, num_rows, work_of
 from kvweave.plan.layout import Layout, computed
-from kvweave.plan.plan import Option, Reason, Span, SpanKind
+from kvweave.plan.plan import Option, Span, SpanKind
+from kvweave.reasons import Reason
 
 MAX_TIERS = 4  # that are looked at for chunks to compute instead
 MIN_HIT_TOKENS = 256  # fewer stored tokens are not worth an approximation

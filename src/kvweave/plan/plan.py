@@ -9,43 +9,8 @@ from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.loading_cost import Load
 from kvweave.plan.ordering import OrderPermission
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
-
-
-class Reason(StrEnum):
-    """Why an option was taken or not, a chunk reused or not. For explain and counters."""
-
-    CHEAPEST = "cheapest"
-    RETURNS = "this path comes back: computed once, it is exact from then on"
-    DEARER = "dearer than the chosen one"
-    DEARER_IN_THE_END = "cheaper now, dearer in the end: this path comes back"
-    GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
-    NOT_CALIBRATED = "not calibrated for this model"
-    BOUND_NOT_MET = "quality bound not met below ratio 1"
-    HALF_BOUND_NOT_MET = (
-        "calibrated behind another system prompt or without a history: half the quality bound is "
-        "not met"
-    )
-    BEYOND_MEASURED = "longer than any prompt that was calibrated"
-    ORDER_MATTERS = "chunks in another order cost this model more than the quality bound"
-    AUDITED = "the audit found it over the bound"
-    AUDIT_ROOM = "the audit found room for a smaller ratio"
-    TOO_FEW_HITS = "too few stored tokens to be worth it"
-    NEEDS_MISSING = "stored chunks lack what the strategy needs"
-    NO_LAYERS = "needs the model's critical layers: kvweave calibrate layers"
-    TIER_UNKNOWN = "the tier was never measured"
-    TIER_TOO_SLOW = "computing is faster than loading"
-    NOT_STORED = "not stored"
-    NOT_EXACT = "stored, but not exact here"
-    ROUNDED = "stored right behind the preamble, but rounded by its codec: not exact"
-    FULL_IS_FASTER = "full prefill is faster"
-    IN_TREE = "exact path in the knowledge tree"
-    FIRST = "stored right behind the preamble: exact there"
-    FIRST_ROUNDED = "stored right behind the preamble: exact there but for rounding"
-    FRONT = "stands in front for the first time: computed there, it is exact"
-    STORED = "stored"
-    HISTORY = "history of the conversation: not in the knowledge tree"
-    ALWAYS = "always computed"
 
 
 class SpanKind(StrEnum):

@@ -20,7 +20,7 @@ from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, Readab
 from kvweave.plan.layout import Stored
 from kvweave.plan.options import Candidate
 from kvweave.plan.ordering import AccessTable, OrderPermission
-from kvweave.plan.plan import Option, Plan, PlanRequest, Reason
+from kvweave.plan.plan import Option, Plan, PlanRequest
 from kvweave.plan.pricing import (
     AllowedStrategy,
     PlanFacts,
@@ -30,6 +30,7 @@ from kvweave.plan.pricing import (
     with_computed,
 )
 from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 

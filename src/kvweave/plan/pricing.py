@@ -18,7 +18,8 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
 )
-from kvweave.plan.plan import Option, PlanRequest, Reason
+from kvweave.plan.plan import Option, PlanRequest
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 MIN_GAIN_S = 0.020  # an approximation must win by this

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.router import NO_CHUNKS
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.question import QuestionDefaults
@@ -19,6 +18,7 @@ from kvweave.config import LibrarySettings, QualitySettings
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
+from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from worlds.auto import GREEDY, QUESTION, TEXTS, World, model, weave, world
 from worlds.serving import serving
@@ -183,7 +183,7 @@ def test_a_fusing_strategy_needs_chunks(plain: Weave) -> None:
 def test_a_question_without_chunks_says_why(plain: Weave) -> None:
     answer = plain.ask("What is it?", sampling=GREEDY)
     assert answer.explain is not None
-    assert answer.explain.why == NO_CHUNKS
+    assert answer.explain.why == Reason.NO_CHUNKS
 
 
 def test_through_http_chat_and_documents_reuse_what_is_exact(plain: Weave) -> None:

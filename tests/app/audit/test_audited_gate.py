@@ -10,7 +10,7 @@ from kvweave.app.audit.audited_gate import AuditedGate
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.calibrate.gate import CLOSE_CALLS
 from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 
 BOUND = 0.02
 LADDER = [0.05, 0.15, 0.3]

@@ -19,7 +19,7 @@ from kvweave.calibrate.trials import TrialScore, judge
 from kvweave.config import QualitySettings
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from worlds.auto import GREEDY, TEXTS, World, model, world
 from worlds.weaves import ingest_with_fronts
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.router import NOT_MEASURED, NOTHING_STORED
 from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
 from kvweave.app.auto.facts import (
     CalibratedGate,
@@ -41,8 +40,9 @@ from kvweave.kv.config import (
 from kvweave.model.decoder import Decoder
 from kvweave.plan.inputs import PromptShape
 from kvweave.plan.loading_cost import UNCHECKED
-from kvweave.plan.plan import Plan, Reason, SpanKind
+from kvweave.plan.plan import Plan, SpanKind
 from kvweave.plan.profile import Grid, TierLink, load_profile
+from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from worlds.auto import (
     GREEDY,
@@ -379,7 +379,7 @@ def test_left_open_nobody_waits_for_a_measurement_and_explain_says_so(
     answer = weave.ask(QUESTION, sampling=GREEDY)
     assert answer.decision is None
     assert answer.explain is not None
-    assert (answer.explain.strategy, answer.explain.why) == ("prefix", NOT_MEASURED)
+    assert (answer.explain.strategy, answer.explain.why) == ("prefix", Reason.NOT_MEASURED)
     assert not profile_path(world.decoder).exists()
     assert "measuring" not in capsys.readouterr().err
     ask(weave)  # who says "auto" has it measured
@@ -397,9 +397,9 @@ def test_left_open_what_cannot_be_reused_is_computed(world: World) -> None:
         other = weave.ask(QUESTION, sampling=GREEDY, system="Be kind.").explain
         named = weave.ask(QUESTION, sampling=GREEDY, reuse="full").explain
     assert none is not None
-    assert (none.strategy, none.why) == ("prefix", NOTHING_STORED)
+    assert (none.strategy, none.why) == ("prefix", Reason.NOTHING_STORED)
     assert other is not None
-    assert (other.strategy, other.why) == ("prefix", NOTHING_STORED)
+    assert (other.strategy, other.why) == ("prefix", Reason.NOTHING_STORED)
     assert named is not None
     assert named.why is None, "the caller said so"
 

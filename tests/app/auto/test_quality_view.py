@@ -2,7 +2,7 @@
 
 from kvweave import Weave
 from kvweave.app.auto.quality_view import quality_of
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from worlds.auto import World, model, weave, world
 
 __all__ = ["model", "weave", "world"]

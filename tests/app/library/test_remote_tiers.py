@@ -28,11 +28,12 @@ from kvweave.kv.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.keys import make_chunk_key
 from kvweave.kv.provenance import BEHIND, CHUNK, find_tagged, pack_ids
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
 from worlds.kv import make_layers
@@ -283,7 +284,7 @@ def test_a_removal_while_the_tier_fails_is_made_up_for_and_nothing_is_served_mea
             assert lease.tiers == {key: "redis"}
             transfer = store.load(lease)
             assert transfer.wait_layer(0) == {}
-            assert transfer.lost == {key: Miss.ABSENT}
+            assert transfer.lost == {key: Reason.ABSENT}
         if by == "the same process":
             weave.library.repair()
             assert admin.dbsize() == 1

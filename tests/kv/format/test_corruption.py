@@ -10,9 +10,10 @@ import pytest
 from kvweave.errors import TierCorrupt
 from kvweave.kv.format.header import header_checksum
 from kvweave.kv.format.objects import verify_object
-from kvweave.kv.residency import Miss, Residency
+from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
+from kvweave.reasons import Reason
 from worlds.kv import LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 CHUNK = make_chunk(7, extras={"anchors": b"12345"})
@@ -31,7 +32,7 @@ def sampled_offsets() -> list[int]:
     return [*fixed, *tables, *padding, *inside, *behind]
 
 
-def serve(store: KVStore) -> tuple[int, dict[bytes, Miss]]:
+def serve(store: KVStore) -> tuple[int, dict[bytes, Reason]]:
     """Load the chunk as a request would; returns how many layers came, and what was lost."""
     with store.acquire([CHUNK.key]) as lease:
         transfer = store.load(lease, extras=["anchors"])
@@ -61,7 +62,7 @@ def flip_and_serve(root: Path, offset: int, bit: int) -> None:
 
         came, lost = serve(store)
         assert came < LAYERS
-        assert lost == {CHUNK.key: Miss.CORRUPT}, f"byte {offset}"
+        assert lost == {CHUNK.key: Reason.CORRUPT}, f"byte {offset}"
         assert store.metrics.value("kv_misses_total", reason="corrupt") == 1
         wait_for_quarantine(store)
         assert store.peek([CHUNK.key])[0].residency is Residency.ABSENT
@@ -101,7 +102,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path, keep_bytes: int) -
         (path,) = (tmp_path / "objects").rglob("*.kv")
         path.write_bytes(bytes(CHUNK.view[:keep_bytes]))
         came, lost = serve(store)
-        assert (came, lost) == (0, {CHUNK.key: Miss.CORRUPT})
+        assert (came, lost) == (0, {CHUNK.key: Reason.CORRUPT})
 
 
 def test_an_object_of_another_version_is_a_miss_and_left_alone(
@@ -113,7 +114,7 @@ def test_an_object_of_another_version_is_a_miss_and_left_alone(
     tier = DiskTier(make_config(tmp_path).tiers[1])  # type: ignore[arg-type]
     tier.write(CHUNK.key, [newer.view])
     with KVStore(make_config(tmp_path, host_chunks=None)) as store:
-        assert serve(store) == (0, {CHUNK.key: Miss.FOREIGN})
+        assert serve(store) == (0, {CHUNK.key: Reason.FOREIGN})
         assert tier.size(CHUNK.key) is not None
     assert "encode the chunks again" in caplog.text
 
@@ -125,7 +126,7 @@ def test_chunks_of_another_model_are_an_ordinary_miss(tmp_path: Path) -> None:
         assert store.save(make_chunk(0)).wait(5)
         other = make_key(0, make_context(model="weights-2"))
         with store.acquire([other]) as lease:
-            assert lease.missing == {other: Miss.ABSENT}
+            assert lease.missing == {other: Reason.ABSENT}
 
 
 def test_a_forged_header_is_a_miss_and_never_a_hang(tmp_path: Path) -> None:
@@ -141,4 +142,4 @@ def test_a_forged_header_is_a_miss_and_never_a_hang(tmp_path: Path) -> None:
     with KVStore(cfg) as store, store.acquire(keys) as lease:
         transfer = store.load(lease)
         assert transfer.wait_layer(0) == {}
-        assert set({**lease.missing, **transfer.lost}.values()) == {Miss.CORRUPT}
+        assert set({**lease.missing, **transfer.lost}.values()) == {Reason.CORRUPT}

@@ -58,7 +58,7 @@ def test_a_chat_is_made_from_what_a_search_finds(filled: KbServer, retrieval: st
 def test_guesses_are_for_searches_by_vector_alone(filled: KbServer) -> None:
     told = ask(filled.url, retrieval="hybrid", speculate="on", explain=True)["explain"]
     assert told["speculation"] is None
-    assert told["not_guessed"] == "a search by hybrid has no stages"
+    assert told["not_guessed"] == "this search has no stages: hybrid"
     told = ask(filled.url, speculate="on", explain=True)["explain"]
     assert told["speculation"] is not None
 

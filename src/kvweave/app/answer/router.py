@@ -34,6 +34,7 @@ from kvweave.fuse.strategy import (
     open_strategy,
 )
 from kvweave.plan.ordering import OrderPermission
+from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 
 WITH_RATIO = "weave"  # what a ratio alone means; see bench/results/quality-h200.json
 MOST_PLANNERS = MOST_PREAMBLES  # those not used for longest start anew
-NO_CHUNKS = "the prompt has no chunks"
-NO_MEMORY = "no knowledge base is open, and documents are not remembered"
-NOTHING_STORED = "none of these chunks has stored KV behind this system prompt"
-NOT_MEASURED = "this machine was never measured; idle time does that, or `kvweave measure` at once"
 EnginePlan = Planned[Prompt, EngineRequest]
 
 
@@ -145,19 +142,19 @@ class Router:
             return None
         return self._source.behind(PreambleKey(prompt.tenant, prompt.preamble))
 
-    def _why_exact(self, prompt: Prompt, question: Question, kv: KVBehind | None) -> str | None:
+    def _why_exact(self, prompt: Prompt, question: Question, kv: KVBehind | None) -> Reason | None:
         """Why there is nothing to plan; None: the planner may choose."""
         if kv is None:
-            return NO_MEMORY if prompt.chunks or prompt.history else NO_CHUNKS
+            return Reason.NO_MEMORY if prompt.chunks or prompt.history else Reason.NO_CHUNKS
         if question.reuse == AUTO:
             return None
         may_move = question.permission is OrderPermission.FREE
         if not (may_move or kv.has_kv((*prompt.history, *prompt.chunks))):
-            return NOTHING_STORED
+            return Reason.NOTHING_STORED
         if self._measured.is_measured:
             return None
         self._measured.measure_when_idle()
-        return NOT_MEASURED
+        return Reason.NOT_MEASURED
 
     def _exact(
         self, prompt: Prompt, question: Question, kv: KVBehind | None, notes: AnswerNotes
@@ -179,7 +176,7 @@ class Router:
         if strategy.reuses == "exact":
             return self._exact(prompt, question, kv, notes)
         if self._source is None:
-            raise RequestError(f"reuse {strategy.name!r}: {NO_MEMORY}; leave it out")
+            raise RequestError(f"reuse {strategy.name!r}: {Reason.NO_MEMORY}; leave it out")
         if kv is None:  # without chunks there is nothing but what is exact
             return self._exact(prompt, question, kv, notes)
         fusion = Fusion(strategy, named.ratio)

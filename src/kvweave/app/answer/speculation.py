@@ -19,6 +19,7 @@ from kvweave.app.answer.stages import Asked, Found, Submitted, Target
 from kvweave.app.answer.submitting import submit
 from kvweave.app.question import SpeculationMode
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.reasons import Reason
 
 
 class Speculation:
@@ -84,13 +85,13 @@ class Speculation:
     def _why_not(self, mode: SpeculationMode, asked: Asked) -> str:
         """Why a search was not taken stage by stage."""
         if mode == "off":
-            return "speculation is off"
+            return Reason.SPECULATION_OFF
         if not asked.question.search.is_staged:
-            return f"a search by {asked.question.search.retrieval} has no stages"
+            return f"{Reason.NO_STAGES}: {asked.question.search.retrieval}"
         search_s = self._paces.search.search_s
         if self._boundary_s is None or search_s is None:
-            return "no prompt was timed yet"
-        return f"a search takes {search_s * 1e3:.1f} ms, too short to compute anything beside it"
+            return Reason.NO_PROMPT_TIMED
+        return f"{Reason.SEARCH_TOO_SHORT}: {search_s * 1e3:.1f} ms"
 
     @property
     def _boundary_s(self) -> float | None:

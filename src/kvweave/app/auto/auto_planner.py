@@ -21,7 +21,7 @@ from kvweave.app.auto.facts import (
     strategy_info,
 )
 from kvweave.app.auto.lessons import Lessons
-from kvweave.app.auto.measurements import NOT_CALIBRATED, Measurements
+from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.path_feeder import PathFeeder
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.auto.tier_probes import TierProbes
@@ -42,12 +42,11 @@ from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Plan, PlanRequest, PredictionCheck, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import link_name
+from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
-
-WAS_CLOSE = "its first token was a close call: what was fused is thrown away, all is exact"
 
 
 class PromptPlan(NamedTuple):
@@ -100,7 +99,7 @@ class AutoPlanner:
                 decoder.calibrated_as.revision, encoder.encoding_context, preamble
             )
         if not tables and self._doubt is None:
-            self._doubt = NOT_CALIBRATED
+            self._doubt = Reason.NO_PROFILE
         if self._doubt is not None:
             log.warning("%s", self._doubt)
         self._gate = CalibratedGate(tables, preamble)
@@ -205,7 +204,7 @@ class AutoPlanner:
         self._measured.keep_lessons()
         if num_returned:
             self._feeder.feed(prompt, num_returned)
-        return Observed(Decision(plan, check), WAS_CLOSE if was_close else None)
+        return Observed(Decision(plan, check), Reason.CLOSE_CALL if was_close else None)
 
     def expected(self, plan: Plan) -> LoadCost:
         """How long the chosen option loads and computes, by the machine's profile."""

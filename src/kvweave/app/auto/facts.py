@@ -36,7 +36,7 @@ from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
 ON_DEVICE = Peek(Residency.HERE, DEVICE.value, 0)

@@ -13,14 +13,11 @@ from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.errors import ConfigError
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.plan.profile import MachineProfile
+from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
 SAVE_EVERY_S = 10.0  # at most: what answers taught outlives a process that is killed
-NOT_CALIBRATED = (
-    "this model was never calibrated for this chunk KV, so that only what is exact is reused; "
-    "`kvweave calibrate quick --kb DIR` does that in minutes"
-)
 
 
 class Measurements:
@@ -77,7 +74,7 @@ class Measurements:
         """Why there is no profile of the model that can be used, and the way out; None: there is
         one."""
         try:
-            return NOT_CALIBRATED if self.profile is None else None
+            return Reason.NO_PROFILE if self.profile is None else None
         except ConfigError as error:
             log.warning("%s", error)
             return str(error)

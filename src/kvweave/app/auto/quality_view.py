@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 from kvweave.app.audit.audit_log import AuditedCell, GateMove
 from kvweave.app.auto.facts import CalibratedGate
-from kvweave.app.auto.measurements import NOT_CALIBRATED
 from kvweave.app.hosts import LocalModel
 from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 
 USUAL = PromptShape(0, USUAL_CHUNKS)  # a prompt of a few chunks, without a history
 
@@ -64,7 +63,7 @@ def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
     audited, moves = tuple(found.found()), tuple(found.moves())
     try:
         tables = _tables(weave, over_library)
-        doubt = None if tables else NOT_CALIBRATED
+        doubt: str | None = None if tables else Reason.NO_PROFILE
     except ConfigError as error:  # a damaged profile
         tables, doubt = (), str(error)
     gate: tuple[GateLine, ...] = ()

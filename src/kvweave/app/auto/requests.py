@@ -9,7 +9,7 @@ from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCo
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import Strategy
-from kvweave.plan.plan import Reason
+from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
 
 

@@ -41,6 +41,7 @@ from kvweave.hosts.vllm.settings import HostSettings
 from kvweave.kv.keys import ChunkKey, make_tag, tag_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ class SchedulerHalf:
     ) -> str | None:
         """Why a request is left to vLLM; None: it is fused."""
         if wish.strategy(self._identity.spec.num_layers).reuses != "all":
-            return f"reuse {wish.reuse!r} fuses nothing"
+            return f"{Reason.FUSES_NOTHING}: {wish.reuse}"
         if wish.is_encoded_first:
             return None
         num_exact = self._num_cached(request) * self._block_tokens
@@ -279,7 +280,7 @@ class SchedulerHalf:
         rows = computed + wish.ratio * reused + num_tokens - wish.question_start
         plain = num_tokens - num_exact
         if rows > min(WORTH * plain, plain - LEAST_SAVED):
-            return f"fusing computes {rows:,.0f} rows, vLLM alone {plain:,}"
+            return f"{Reason.FUSING_IS_DEARER}: {rows:,.0f} rows beside {plain:,}"
         return None
 
     def _num_cached(self, request: ServedRequest) -> int:

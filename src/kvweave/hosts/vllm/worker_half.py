@@ -33,12 +33,11 @@ from kvweave.hosts.vllm.orders import (
 from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.model.sequence_kv import SequenceKV
+from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
 KEPT_ENCODERS = 8  # preambles whose KV, with the filler's behind it, stays in memory
-GAP = "between chunks"
-HAD = "vLLM has it"
 
 
 class WorkerHalf:
@@ -120,12 +119,12 @@ class WorkerHalf:
         if wish.is_encoded_first:
             self._report.made += self._encode(_all_of(order), encoder)
         exact, num_exact = self._exact(order, encoder)
-        computed = dict.fromkeys(range(num_exact), HAD)
+        computed = dict.fromkeys(range(num_exact), Reason.IN_VLLM)
         chunks = []
         for place, part in enumerate(parts):
             tokens = ids[part.start : part.end]
             if not part.is_chunk:
-                computed.setdefault(place, GAP)
+                computed.setdefault(place, Reason.BETWEEN_CHUNKS)
                 chunks.append(PromptChunk(tokens, NEVER, NEVER))
             else:
                 chunks.append(PromptChunk(tokens, names.key(tokens), names.exact_key(tokens)))
@@ -217,7 +216,7 @@ def _all_of(order: FuseOrder) -> EncodeOrder:
 
 def _is_lost(chunk: ChunkRecord) -> bool:
     """Whether its bytes were wanted and did not come."""
-    return chunk.why not in (None, GAP, HAD)
+    return chunk.why not in (None, Reason.BETWEEN_CHUNKS, Reason.IN_VLLM)
 
 
 def _reply_fields(record: FuseRecord, took_ms: float) -> dict[str, Any]:

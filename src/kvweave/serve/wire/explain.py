@@ -5,6 +5,7 @@ from typing import Any
 
 from kvweave.app.answer.notes import UpstreamNote
 from kvweave.app.weave import Answer
+from kvweave.reasons import Reason
 from kvweave.serve.wire.base import Outgoing
 
 
@@ -135,7 +136,7 @@ def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
     told, num_tokens = note.told, answer.prompt_tokens
     tokens, why = note.tokens(num_tokens), told.get("why")
     if not tokens:
-        why = "the upstream does not say what it had to compute"
+        why = Reason.UPSTREAM_SILENT
     computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)
     timeline = _timeline(answer, queue_s)
     return Explain(
