@@ -38,9 +38,9 @@ from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.types import Chunk, ChunkId

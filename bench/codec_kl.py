@@ -29,8 +29,8 @@ from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
 from kvweave.kv.format.codec import CODECS, LayerKV
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import layer_of, pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder

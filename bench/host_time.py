@@ -37,11 +37,11 @@ from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
 from kvweave.fuse.transfer import own, pipeline
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.ring import Ring
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
 from kvweave.model.spec import ModelSpec

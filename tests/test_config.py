@@ -402,7 +402,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
     from kvweave.app.library.library_kv import CODEC
     from kvweave.engine.config import EngineConfig
     from kvweave.engine.sampling import Sampling
-    from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+    from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 
     engine, drawn = EngineConfig(), Sampling()
     gib = 1 << 30

@@ -40,10 +40,10 @@ from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import open_strategy
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import open_source
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 
 SPEEDS = (1, 2, 3, 5, 8, 12, 20, 35, 50)  # GB/s

@@ -13,8 +13,8 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
 STACK = ("torch", "triton", "transformers")  # whose versions a result names

@@ -29,8 +29,8 @@ from common.results import finish, result_header, versions
 from common.shapes import SHAPES
 from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from ttft.cuda import MODES
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")

@@ -26,7 +26,7 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.format.codec import dtype_name
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.residency import Residency
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.kv.tree.node import DEVICE

@@ -21,10 +21,10 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.model.chunk_codes import scale_bytes
 from kvweave.types import ChunkId
 

@@ -16,7 +16,7 @@ from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix,
 from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
 from kvweave.fuse.encode.extras import INTER, inter_attention
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.text.prompt import Document, chunk_text, split_template
 from kvweave.text.tokenizer import Tokenizer

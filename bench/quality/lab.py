@@ -20,7 +20,7 @@ from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched, stitch
 from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder

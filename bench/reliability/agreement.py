@@ -17,9 +17,9 @@ from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import SearchOptions
 from kvweave.errors import KVWeaveError, TierError
-from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.provenance import find_keys, find_tagged
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from reliability.ledger import Ledger
 from reliability.notes import Version, fault_in, versions_in

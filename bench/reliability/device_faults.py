@@ -26,7 +26,7 @@ from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import KVWeaveError, PromptTooLong
-from kvweave.kv.keys import parse_key
+from kvweave.kv.format.keys import parse_key
 from kvweave.kv.store import KVStore
 from kvweave.reasons import Reason
 from kvweave.serve.workers.engine_watch import EngineWatch

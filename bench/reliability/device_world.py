@@ -24,10 +24,10 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
 from kvweave.model.spec import ModelSpec

@@ -704,7 +704,7 @@ def _s3(endpoint: str) -> Any:
 def layers_of(name: str, data: bytes) -> Layers:
     """Where the layers of an object lie; its name ends with its key."""
     from kvweave.kv.format.header import parse_header
-    from kvweave.kv.keys import parse_key
+    from kvweave.kv.format.keys import parse_key
 
     key = parse_key(re.split("[:/]", name)[-1].removesuffix(".kv"))
     assert key is not None, f"{name} is no object of ours"

@@ -35,7 +35,7 @@ from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
 from kvweave.ingest.sources import TextSource
-from kvweave.kv.config import DiskTierConfig, HostTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

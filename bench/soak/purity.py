@@ -44,9 +44,9 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.load import load_decoder

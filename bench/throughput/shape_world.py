@@ -27,10 +27,10 @@ from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.kv.format.checksum import ALGORITHM
 from kvweave.kv.format.codec import DTYPES, LayerKV
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 
 
 def bench_loads(folder: Path, args: argparse.Namespace) -> list[dict[str, object]]:

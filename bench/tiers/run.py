@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from common.results import device_words, finish, result_header
-from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.codec import DTYPES
+from kvweave.kv.tiers.config import StoreConfig
 from tiers.codec_costs import bench_codecs, bench_layer0
 from tiers.loads import bench_loads
 

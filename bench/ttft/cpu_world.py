@@ -26,7 +26,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.strategy import NAMES, open_strategy
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, TierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.plan.inputs import PromptShape

@@ -28,9 +28,9 @@ from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
-from kvweave.kv.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.rows import Rows
 from ttft.summary import summarise
 

@@ -22,7 +22,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.ingest import IngestOptions
 from kvweave.ingest.sources import Selection
-from kvweave.kv.keys import make_chunk_key
+from kvweave.kv.format.keys import make_chunk_key
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

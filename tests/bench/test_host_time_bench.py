@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import host_time
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 
 
 @pytest.mark.parametrize(("name", "ratio"), host_time.MODES)

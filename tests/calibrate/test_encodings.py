@@ -26,9 +26,9 @@ from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

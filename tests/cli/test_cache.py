@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from kvweave.cli.cache import command
 from kvweave.errors import ConfigError, TierError
-from kvweave.kv.config import DiskTierConfig, RedisTierConfig
 from kvweave.kv.format.header import header_checksum
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import DiskTierConfig, RedisTierConfig
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
 from kvweave.kv.tiers.quarantine import Quarantine
 from worlds.kv import CHUNK_BYTES, make_chunk, make_context, make_key

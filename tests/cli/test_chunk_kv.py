@@ -17,7 +17,7 @@ from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 from kvweave.ingest.report import IngestProgress
-from kvweave.kv.config import (
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     FaultPlan,
     FaultyTierConfig,

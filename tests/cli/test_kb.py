@@ -23,7 +23,7 @@ from kvweave.corpus.backup import PARTS, _work_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import CorpusDamaged, CorpusError, CorpusFull
 from kvweave.ingest import ingest
-from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.text.tokenizer import Tokenizer
 from worlds.small_disks import fill_disk, small_disk
 from worlds.tiny_corpus import make_tokenizer, open_kb

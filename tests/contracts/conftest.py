@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import (
+from kvweave.kv.tiers import Tier, open_tier
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     FaultPlan,
     FaultyTierConfig,
@@ -15,7 +16,6 @@ from kvweave.kv.config import (
     S3TierConfig,
     TierConfig,
 )
-from kvweave.kv.tiers import Tier, open_tier
 
 MIB = 1 << 20
 TIERS = ["host", "disk", "disk direct", "redis", "s3", "faulty host", "faulty disk"]

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.format.header import HEAD_BYTES, Section, seal_header
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import PackedChunk, read_header, verify_object
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.memory import new_memory
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.redis import RedisTier

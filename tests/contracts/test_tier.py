@@ -8,9 +8,9 @@ from contextlib import suppress
 import pytest
 
 from kvweave.errors import TierCorrupt, TierError
+from kvweave.kv.format.keys import ChunkKey, tag_of
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.keys import ChunkKey, tag_of
-from kvweave.kv.memory import new_memory
 from kvweave.kv.tiers import Reader, Tier
 from worlds.kv import make_chunk, make_context, make_key
 

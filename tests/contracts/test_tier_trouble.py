@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.config import (
+from kvweave.kv.format.keys import ChunkKey, KeyContext, context_of
+from kvweave.kv.format.memory import new_memory
+from kvweave.kv.format.objects import verify_object
+from kvweave.kv.residency import Residency
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     FaultPlan,
     HostTierConfig,
@@ -20,11 +25,6 @@ from kvweave.kv.config import (
     S3TierConfig,
     StoreConfig,
 )
-from kvweave.kv.format.objects import verify_object
-from kvweave.kv.keys import ChunkKey, KeyContext, context_of
-from kvweave.kv.memory import new_memory
-from kvweave.kv.residency import Residency
-from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.host import HostTier

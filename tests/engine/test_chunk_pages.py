@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.engine.chunk_pages import ChunkLease, ChunkPages, WantedChunk
 from kvweave.engine.pages import PageAllocator
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.types import ChunkId
 
 PAGE = 4

@@ -22,7 +22,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.offload import ArrivedCopy, CudaLink
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import AFTER_FAILURE_S, ExactPrefixes, guessed_cost_s
-from kvweave.kv.memory import Memory, new_memory
+from kvweave.kv.format.memory import Memory, new_memory
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder

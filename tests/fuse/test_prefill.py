@@ -17,12 +17,12 @@ from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget
 from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
 from kvweave.kernels.rope import rotate
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import ChunkKey, KeyContext
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

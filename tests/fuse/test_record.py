@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.fuse.record import TokenStates, chunk_records
 from kvweave.fuse.request import FuseRequest, State, classify
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.reasons import Reason
 
 A, B, C, D = (ChunkKey(bytes([i]) * 32) for i in range(4))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvweave.fuse.request import FuseRequest, State, classify
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import Document, Prompt, build_prompt

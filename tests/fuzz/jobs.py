@@ -21,8 +21,8 @@ from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.corpus.parsers.apart import parse_apart
 from kvweave.errors import CorpusError, KVWeaveError, TierError
 from kvweave.kv.format.header import PRELUDE_BYTES, header_checksum
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import layer_of, verify_object
-from kvweave.kv.memory import new_memory
 from kvweave.model.files.gguf.config import read_config
 from kvweave.model.files.gguf.file import GGUFFile
 from kvweave.model.files.gguf.tokenizer import read_tokenizer

@@ -16,8 +16,8 @@ from kvweave.fuse.fused_pass import fused_pass
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import StoredChunks
 from kvweave.fuse.stitched import stitch
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

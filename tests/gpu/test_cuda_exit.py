@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 CODE = """
-from kvweave.kv.memory import new_memory
+from kvweave.kv.format.memory import new_memory
 kept = [new_memory(512 << 20, pinned=True) for _ in range(4)]
 del kept[:3]
 """

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring, Slot
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
 from worlds.fuse import SELECTING, World, make_ids

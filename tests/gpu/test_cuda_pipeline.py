@@ -18,14 +18,14 @@ from kvweave.fuse.recordings import Recordings
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.transfer.pipeline import PipelinedChunks, open_source
 from kvweave.fuse.transfer.ring import Ring
-from kvweave.kv import memory as memory_module
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.format import memory as memory_module
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import KeyContext, make_chunk_key
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import KeyContext, make_chunk_key
 from kvweave.kv.leases import Lease
-from kvweave.kv.memory import new_memory
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.model.load import load_decoder
 from worlds.fuse import SELECTING, World, make_ids, prefill_stored

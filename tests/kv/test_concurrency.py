@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
 from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers

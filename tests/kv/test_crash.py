@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from worlds.kv import is_layer_of, make_config, make_key
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import TierError
-from kvweave.kv.config import RedisTierConfig, StoreConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.reasons import Reason
 from worlds.extras import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
 from worlds.extras import (

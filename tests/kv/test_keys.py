@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.corpus.chunker import make_chunk_id
-from kvweave.kv.keys import context_of, make_chunk_key, make_tag, parse_key, tag_of
+from kvweave.kv.format.keys import context_of, make_chunk_key, make_tag, parse_key, tag_of
 from worlds.kv import make_context, make_key
 
 SRC = Path(__file__).parents[2] / "src"
@@ -72,7 +72,7 @@ def test_every_key_of_a_chunk_carries_its_tag_whatever_it_was_computed_for() -> 
 
 def test_another_process_with_another_hash_seed_makes_the_same_key() -> None:
     code = (
-        "from kvweave.kv.keys import KeyContext, make_chunk_key\n"
+        "from kvweave.kv.format.keys import KeyContext, make_chunk_key\n"
         "rope = 'default theta=10000'\n"
         "c = KeyContext('weights-1', 'float32', 'raw', 'tokens-1', (1, 2, 3), rope)\n"
         "print(make_chunk_key(c, [5, 6, 7, 70000]).hex())"

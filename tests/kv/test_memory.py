@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kvweave.errors import TierError
-from kvweave.kv import memory as memory_module
-from kvweave.kv.config import HostTierConfig
-from kvweave.kv.memory import Arena, BufferPool, new_memory
+from kvweave.kv.format import memory as memory_module
+from kvweave.kv.format.memory import Arena, BufferPool, new_memory
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import HostTierConfig
 
 
 class Runtime:
@@ -226,7 +226,7 @@ def test_an_interpreter_ends_its_locker() -> None:
     from CUDA to no interpreter would abort the process."""
     code = (
         "import time, torch\n"
-        "from kvweave.kv.memory import new_memory\n"
+        "from kvweave.kv.format.memory import new_memory\n"
         "class Runtime:\n"
         "    def cudaHostRegister(self, *_): return 0\n"
         "    def cudaHostUnregister(self, _):\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import CHUNK as WHOSE
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import FaultPlan, StoreConfig
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import StoredObject, open_tier
+from kvweave.kv.tiers.config import FaultPlan, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import DiskTierConfig, FaultPlan, HostTierConfig
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import Memory, new_memory
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
@@ -497,7 +497,8 @@ def test_a_closed_store_gives_its_memory_back_before_any_garbage_is_collected(
         return memory
 
     monkeypatch.setattr("kvweave.kv.tiers.host.new_memory", watched)
-    monkeypatch.setattr("kvweave.kv.memory.new_memory", watched)  # of buffers that loads pass by
+    # of buffers that loads pass by
+    monkeypatch.setattr("kvweave.kv.format.memory.new_memory", watched)
     gc.disable()
     try:
         store = KVStore(make_config(tmp_path, host_chunks=2))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
+from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
 from worlds.kv import is_layer_of, make_chunk, make_config, make_key

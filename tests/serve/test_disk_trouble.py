@@ -19,7 +19,7 @@ from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.weave import Weave
 from kvweave.corpus.kb_folder import writer_lock
 from kvweave.errors import ModelNotFound
-from kvweave.kv.keys import parse_key, tag_of
+from kvweave.kv.format.keys import parse_key, tag_of
 from kvweave.serve.errors import without_paths
 from worlds.permissions import closed_folder, plain_user
 from worlds.serving import KbServer, make_libraries, serving, user

@@ -19,7 +19,7 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, TierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.plan.profile import Grid, MachineProfile, TierLink

@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import ALIGN
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import OpenTier
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Reader, Tier, open_tier
+from kvweave.kv.tiers.config import StoreConfig
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 
 EXTRAS = {"chunk": b"id", "anchors": b"a" * 9000, "inter": b"i" * 100, "rest": b"r" * 50_000}

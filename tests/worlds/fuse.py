@@ -24,6 +24,7 @@ from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import (
     EncodedLayer,
     PackedChunk,
@@ -32,7 +33,6 @@ from kvweave.kv.format.objects import (
     layer_of,
     layers_of,
 )
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows

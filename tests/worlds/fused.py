@@ -14,9 +14,9 @@ from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.keys import KeyContext
+from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool

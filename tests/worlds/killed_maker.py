@@ -9,7 +9,7 @@ from pathlib import Path
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.runtime import ModelRuntime
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

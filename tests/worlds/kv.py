@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 
 LAYERS = 3
 

@@ -8,7 +8,7 @@ from kvweave import Weave
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.runtime import ModelRuntime
-from kvweave.kv.config import DiskTierConfig, HostTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

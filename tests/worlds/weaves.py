@@ -9,7 +9,7 @@ from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.runtime import EngineClient, ModelRuntime
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
-from kvweave.kv.config import HostTierConfig
+from kvweave.kv.tiers.config import HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import open_kb

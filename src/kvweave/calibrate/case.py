@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvweave.fuse.request import FuseRequest, classify
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 KVZIP = extra_name("kvzip")
 

@@ -15,10 +15,10 @@ import click
 from kvweave.cli.options import json_option
 from kvweave.config import load_config
 from kvweave.errors import ConfigError, TierCorrupt, TierError, TierForeign
-from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.header import PRELUDE_BYTES, Header, needed_header_bytes, parse_header
-from kvweave.kv.keys import ChunkKey, context_of
+from kvweave.kv.format.keys import ChunkKey, context_of
 from kvweave.kv.tiers.base import StoredObject, Tier
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 
 REMOTE = ("redis", "s3")  # tiers that settings name

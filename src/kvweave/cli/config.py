@@ -12,7 +12,7 @@ from kvweave.cli import ask, gateway, ingest, serve
 from kvweave.cli.options import ConfigOption, json_option, pass_config
 from kvweave.config import EffectiveConfig, Key, known_keys
 from kvweave.errors import ModelNotFound
-from kvweave.kv.config import masked_url
+from kvweave.kv.tiers.config import masked_url
 
 
 @click.group()

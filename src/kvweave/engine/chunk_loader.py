@@ -21,7 +21,7 @@ from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
 from kvweave.fuse.prefill import StoredPrompt, can_share, named_kv
 from kvweave.fuse.strategy import Strategy
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 THREADS = 8  # they only wait: the store's own pools read
 SLOW_LOAD = 4.0  # a layer's bytes take so many times its computing: the pass would stand still

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.engine.pages import PageAllocator
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
 

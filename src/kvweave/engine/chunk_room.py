@@ -17,7 +17,7 @@ from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.shared import open_shared
 from kvweave.kernels.types import SharedChunk
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.paged_kv import KVPool
 from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.types import ChunkId

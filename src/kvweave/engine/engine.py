@@ -38,7 +38,7 @@ from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tree import KnowledgeTree, TreeTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool

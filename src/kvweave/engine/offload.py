@@ -28,7 +28,7 @@ from kvweave.engine.inbox import Outbox
 from kvweave.engine.pages import PageAllocator
 from kvweave.errors import EngineClosed
 from kvweave.kernels.host import on_device
-from kvweave.kv.memory import new_memory
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.tree import Pages, TreeTier
 from kvweave.kv.tree.node import DEVICE
 from kvweave.model.paged_kv import KVPool

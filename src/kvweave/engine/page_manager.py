@@ -19,7 +19,6 @@ from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
-from kvweave.kv.config import GIB
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.chunk_codes import key_lifts, scale_bytes
 from kvweave.model.decoder import Decoder
@@ -54,7 +53,7 @@ def make_pool(cfg: EngineConfig, decoder: Decoder) -> KVPool:
     except (RuntimeError, OSError, MemoryError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
-        free_gib = _memory_bytes(decoder.device) / GIB
+        free_gib = _memory_bytes(decoder.device) / (1 << 30)
         raise ConfigError(
             f"there is no memory for a KV pool of {tokens} tokens ({free_gib:.1f} GiB are free on "
             f"{decoder.device}); give the engine fewer pool_tokens, or free some"

@@ -33,7 +33,7 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.codec import is_lossless
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.leases import Lease
 from kvweave.kv.store import KVStore
 from kvweave.kv.transfers import Transfer

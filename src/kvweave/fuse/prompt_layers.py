@@ -23,7 +23,7 @@ from kvweave.fuse.sources import ChunkSource, LayerTransfer
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles, per_head, rotate
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 
 class PromptLayers(Protocol):

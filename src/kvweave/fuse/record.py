@@ -9,7 +9,7 @@ from typing import overload
 
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.trace import PassTrace
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.reasons import Reason
 
 TREE = "tree"  # where exact KV of the knowledge tree comes from

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvweave.errors import RequestError
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 MANY = 8  # packing all token ids takes about as long as looking up one of so many
 

@@ -34,7 +34,7 @@ from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.shifted import mean_turned
 from kvweave.kernels.types import RowMoves
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 Slots = NDArray[np.int64]  # places in a pool, token by token
 

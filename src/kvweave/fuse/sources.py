@@ -22,8 +22,8 @@ from kvweave.kernels.laid_codes import (
 )
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, decode_joined
-from kvweave.kv.keys import ChunkKey
 
 
 class ChunkLost(Exception):

@@ -34,7 +34,7 @@ from kvweave.gateway.prompts import (
     plain_text,
 )
 from kvweave.gateway.target import FleetAnswerers, Upstreams
-from kvweave.kv.config import TierConfig
+from kvweave.kv.tiers.config import TierConfig
 from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate_tokenizer

@@ -14,9 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from kvweave.kv.format.header import Header
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory
 from kvweave.kv.read_plan import ReadSpan
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.reasons import Reason

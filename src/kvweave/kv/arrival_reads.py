@@ -18,9 +18,9 @@ from functools import partial
 from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.arrival import Arrival
 from kvweave.kv.format.header import FRONT_BYTES, HEAD_BYTES, Header, Reader, Section, check_section
+from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import read_head
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.memory import new_memory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.read_plan import ReadingOrder, ReadSpan, extra_runs
 from kvweave.kv.tiers.base import Tier

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from kvweave.errors import TierError
 from kvweave.kv.breaker import Breaker
-from kvweave.kv.config import StoreConfig
+from kvweave.kv.format.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.policies import ItemUsage, UsageRecord, open_policy
 from kvweave.kv.provenance import Provenance
 from kvweave.kv.tier_budget import TierBudget, TierEntry
 from kvweave.kv.tiers import Tier, open_tier
+from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.tiers.host import HostTier
 from kvweave.metrics import Metrics
 

@@ -5,8 +5,8 @@ from types import TracebackType
 from typing import NamedTuple
 
 from kvweave.kv.arrival_reads import ArrivalReads
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import TierSlot
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.reasons import Reason
 

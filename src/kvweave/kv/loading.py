@@ -13,17 +13,17 @@ import torch
 
 from kvweave.kv.arrival import Arrival, Landing
 from kvweave.kv.arrival_reads import ArrivalReads
-from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.header import Header
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import BufferPool, Memory
 from kvweave.kv.inventory import Inventory, TierSlot
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Holds, Lease, Pin
-from kvweave.kv.memory import BufferPool, Memory
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Locator
+from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.transfers import HostChunk, Sources, Transfer
 from kvweave.reasons import Reason
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from kvweave.errors import TierCorrupt, TierError, TierForeign
 from kvweave.kv.format.header import Header, Reader, check_section
+from kvweave.kv.format.keys import ChunkKey, make_tag, tag_of
+from kvweave.kv.format.memory import Memory, new_memory
 from kvweave.kv.format.objects import extra_of, read_header
-from kvweave.kv.keys import ChunkKey, make_tag, tag_of
-from kvweave.kv.memory import Memory, new_memory
 from kvweave.kv.tiers.base import Tier
 
 CHUNK = "chunk"  # the extra that holds a chunk's id

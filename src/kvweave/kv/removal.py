@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 
 from kvweave.errors import TierError
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.inventory import Inventory, TierSlot
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.tier_budget import TierEntry
 
 DELETE_S = 10.0  # a delete that takes longer hangs: it goes on by itself, nobody waits for it

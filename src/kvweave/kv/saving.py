@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvweave.errors import TierError
-from kvweave.kv.config import StoreConfig
 from kvweave.kv.format.header import Header
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory, TierSlot
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory
 from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.writer import SaveTicket, Writer
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ budget that does not count what is there would be exceeded.
 from functools import partial
 
 from kvweave.errors import TierError
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import Inventory, TierSlot
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.removal import Remover
 from kvweave.kv.tier_budget import TierBudget
 from kvweave.kv.tiers import StoredObject

@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.errors import TierError
-from kvweave.kv.config import StoreConfig
+from kvweave.kv.format.keys import ChunkKey, ContextId, make_tag
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory, OpenTier, StoreEviction, TierSlot, make_slot, open_tiers
-from kvweave.kv.keys import ChunkKey, ContextId, make_tag
 from kvweave.kv.leases import Holds, Lease, Pin
 from kvweave.kv.loading import ActiveLoads, Loader
 from kvweave.kv.provenance import Provenance, carries
@@ -36,6 +35,7 @@ from kvweave.kv.stocktaking import StockTaker
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_lookup import Located, Locator
 from kvweave.kv.tiers import Tier
+from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvweave.kv.format.header import Header
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
 
 if TYPE_CHECKING:
-    from kvweave.kv.memory import Memory
+    from kvweave.kv.format.memory import Memory
     from kvweave.kv.provenance import Provenance
 
 

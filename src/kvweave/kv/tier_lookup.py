@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvweave.errors import TierError
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import TierSlot
 from kvweave.kv.io_pool import IoPool
-from kvweave.kv.keys import ChunkKey
 from kvweave.metrics import Metrics
 
 _MEMO_S = 2.0  # an answer is good for this long: a plan's peek and the acquire that follows it

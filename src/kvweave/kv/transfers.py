@@ -8,10 +8,10 @@ from torch import Tensor
 from kvweave.kv.arrival import Patience
 from kvweave.kv.arrival_reads import ArrivalReads
 from kvweave.kv.format.header import Header
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.leases import Lease
-from kvweave.kv.memory import Memory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.reasons import Reason

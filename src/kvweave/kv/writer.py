@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.keys import ChunkKey
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.kv.config import HostTierConfig
+from kvweave.kv.tiers.config import HostTierConfig
 from kvweave.kv.tree.node import Node
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -32,7 +32,7 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
-from kvweave.kv.config import (
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     FaultPlan,
     FaultyTierConfig,

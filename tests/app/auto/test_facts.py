@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.app.auto.facts import StoredChunkPeek, strategy_info
 from kvweave.fuse.strategy import ModelFacts, open_strategy
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.load import load_decoder
 from kvweave.types import ChunkId
 from worlds.fused import CHUNKS, World

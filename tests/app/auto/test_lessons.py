@@ -11,7 +11,7 @@ from kvweave import Weave
 from kvweave.engine.request import EngineRequest
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.record import JOINED
-from kvweave.kv.config import DiskTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.plan.plan import Plan
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, planning_of, world

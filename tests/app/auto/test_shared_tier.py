@@ -3,7 +3,7 @@
 import time
 import uuid
 
-from kvweave.kv.config import RedisTierConfig
+from kvweave.kv.tiers.config import RedisTierConfig
 from worlds.auto import QUESTION, TEXTS, World, ask, load_links, model, probed, world
 from worlds.weaves import ingest_with_fronts
 

@@ -11,7 +11,7 @@ from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.save_log import Saves
-from kvweave.kv.config import DiskTierConfig, HostTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

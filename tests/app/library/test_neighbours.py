@@ -29,7 +29,7 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import PromptChunk, State
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.kv.format.header import parse_header
-from kvweave.kv.keys import parse_key
+from kvweave.kv.format.keys import parse_key
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.quarantine import Quarantine

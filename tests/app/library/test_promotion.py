@@ -14,9 +14,9 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.engine.background import ActiveAnswers, BackgroundPace
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

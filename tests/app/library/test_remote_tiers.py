@@ -24,12 +24,12 @@ from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.kv import inventory, tiers
-from kvweave.kv.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
+from kvweave.kv.format.keys import make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import make_chunk_key
 from kvweave.kv.provenance import BEHIND, CHUNK, find_tagged, pack_ids
 from kvweave.kv.residency import Residency
 from kvweave.kv.tiers import Tier, open_tier
+from kvweave.kv.tiers.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -22,7 +22,7 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest.pipeline import ingest
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import carries
 from kvweave.kv.residency import Residency
 from kvweave.kv.tiers.disk import DiskTier

@@ -11,8 +11,8 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import filler_ids
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

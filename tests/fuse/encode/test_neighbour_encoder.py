@@ -16,11 +16,11 @@ from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kernels.rope import rotate
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.keys import ChunkKey, context_of
+from kvweave.kv.format.keys import ChunkKey, context_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

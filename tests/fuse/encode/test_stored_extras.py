@@ -11,10 +11,10 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.types import Chunk, ChunkId

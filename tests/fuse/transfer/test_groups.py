@@ -12,8 +12,8 @@ from kvweave.fuse.transfer import pipeline
 from kvweave.fuse.transfer.groups import GROUP_BYTES, LayerQueue, group_for
 from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, Slot
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk
-from kvweave.kv.keys import ChunkKey
 from kvweave.model.load import load_decoder
 from worlds.fuse import SELECTING, Packed, World, assert_same, make_ids
 from worlds.tiny_models import make_model_folder

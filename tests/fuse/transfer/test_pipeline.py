@@ -13,8 +13,8 @@ from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
 from kvweave.fuse.transfer.ring import Ring, RingPool, depth_for
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk
-from kvweave.kv.keys import ChunkKey
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from worlds.fuse import CHUNKS, SELECTING, Packed, World, assert_same

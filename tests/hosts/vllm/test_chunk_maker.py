@@ -8,7 +8,7 @@ import pytest
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, as_chunks
 from kvweave.hosts.vllm.orders import EncodeOrder
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 
 def order(number: int) -> EncodeOrder:

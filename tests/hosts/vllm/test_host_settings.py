@@ -7,7 +7,7 @@ import pytest
 
 from kvweave.errors import ConfigError
 from kvweave.hosts.vllm.settings import read_settings
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, RedisTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, RedisTierConfig
 
 
 @pytest.fixture(autouse=True)

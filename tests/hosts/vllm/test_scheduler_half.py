@@ -17,8 +17,8 @@ from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.orders import StepReport
 from kvweave.hosts.vllm.scheduler_half import SchedulerHalf
 from kvweave.hosts.vllm.settings import HostSettings
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.load import load_decoder
 
 BLOCK = 16

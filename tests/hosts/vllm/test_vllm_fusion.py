@@ -15,8 +15,8 @@ from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import ModelFacts, open_strategy
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ServedModel, identify
-from kvweave.kv.config import HostTierConfig, StoreConfig
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import Prompt

@@ -29,7 +29,7 @@ from kvweave.fuse.prefill import can_share
 from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
 from kvweave.kv.format.codec import is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE

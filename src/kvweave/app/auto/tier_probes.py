@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.residency import Peek
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE, HOST

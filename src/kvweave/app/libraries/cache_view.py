@@ -7,7 +7,7 @@ from typing import NamedTuple
 from kvweave.app.answer.tree_view import PREAMBLE
 from kvweave.app.hosts import LibraryHost, LocalModel
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.kv.keys import tag_of
+from kvweave.kv.format.keys import tag_of
 from kvweave.types import ChunkId
 
 TREE = "tree"  # the tier of what the knowledge tree held on the device

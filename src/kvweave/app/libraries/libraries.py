@@ -58,7 +58,6 @@ from kvweave.errors import (
 from kvweave.ingest.pipeline import IngestOptions
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
 from kvweave.ingest.sources import FileBytes, Later, TextSource
-from kvweave.kv.config import GIB
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
 
@@ -151,7 +150,7 @@ class LibrariesConfig:
     open_most: int = (
         ServerSettings().open_kbs
     )  # at a time; the one that was not used for longest makes way
-    host_bytes: int = 8 * GIB  # for the host tiers of all that are open, an equal part for each
+    host_bytes: int = 8 << 30  # for the host tiers of all that are open, an equal part for each
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
 
     def __post_init__(self) -> None:

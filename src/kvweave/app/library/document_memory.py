@@ -15,10 +15,10 @@ from kvweave.app.runtime import ModelRuntime
 from kvweave.config import StoreSettings
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.kv.config import GIB, HostTierConfig, StoreConfig
-from kvweave.kv.keys import ContextId, context_of
+from kvweave.kv.format.keys import ContextId, context_of
 from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.types import ChunkId

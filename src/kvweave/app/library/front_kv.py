@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvweave.corpus.durable import make_folder, sync
 from kvweave.errors import ConfigError, TierError
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import find_tagged
 from kvweave.kv.tiers import Tier
 from kvweave.types import ChunkId

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.keys import ContextId, context_of, make_tag, tag_of
+from kvweave.kv.format.keys import ContextId, context_of, make_tag, tag_of
 from kvweave.kv.tiers.base import StoredObject
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 
 FOLDER = "kv"  # in the folder of the knowledge base

@@ -37,9 +37,9 @@ from kvweave.errors import ConfigError, CorpusFull, TierError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.ingest.report import OnProgress
-from kvweave.kv.config import TierConfig
-from kvweave.kv.keys import ChunkKey, ContextId
+from kvweave.kv.format.keys import ChunkKey, ContextId
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import TierConfig
 from kvweave.types import ChunkId, DocumentId
 
 log = logging.getLogger(__name__)

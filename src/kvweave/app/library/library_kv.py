@@ -37,15 +37,15 @@ from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
-from kvweave.kv.config import (
+from kvweave.kv.format.codec import dtype_name
+from kvweave.kv.format.keys import KeyContext
+from kvweave.kv.store import KVStore
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     HostTierConfig,
     StoreConfig,
     TierConfig,
 )
-from kvweave.kv.format.codec import dtype_name
-from kvweave.kv.keys import KeyContext
-from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer

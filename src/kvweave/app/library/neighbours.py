@@ -17,7 +17,7 @@ from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import FILE, NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.ingest.report import IngestProgress, OnProgress
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import Provenance
 from kvweave.types import ChunkId
 

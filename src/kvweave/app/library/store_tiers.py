@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from kvweave.config import StoreSettings
 from kvweave.errors import ConfigError, TierError
-from kvweave.kv.config import RedisTierConfig, S3TierConfig
 from kvweave.kv.format.codec import open_codec
 from kvweave.kv.policies import open_policy
 from kvweave.kv.tiers import open_tier
+from kvweave.kv.tiers.config import RedisTierConfig, S3TierConfig
 
 SCHEMES = ("redis://", "rediss://", "unix://")
 _BUCKET = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")

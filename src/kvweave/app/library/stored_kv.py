@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 
 from kvweave.app.library.kv_places import Known, KVPlaces, RemovalTarget, TierTarget
-from kvweave.kv.config import DiskTierConfig
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import Provenance, carries, find_keys
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers import Tier
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import ChunkId
 

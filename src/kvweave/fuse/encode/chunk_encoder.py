@@ -31,8 +31,8 @@ from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kv.format.codec import LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape, plan_header
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.provenance import CHUNK
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore

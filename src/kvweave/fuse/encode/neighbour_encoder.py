@@ -18,8 +18,8 @@ from kvweave.fuse.encode.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix
 from kvweave.kv.format.codec import DTYPES, LayerKV
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk
-from kvweave.kv.keys import ChunkKey
 from kvweave.kv.provenance import BEHIND, CHUNK, pack_ids
 from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId

@@ -11,7 +11,7 @@ from kvweave.fuse.selectors.base import Scene
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 
 class AnchorView:

@@ -10,7 +10,7 @@ from kvweave.fuse.protocol import FusionDecoder, KVBuffer
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.pipeline import open_source
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 
 
 class OwnRoom:

@@ -27,8 +27,8 @@ from kvweave.fuse.transfer.groups import LayerQueue, group_for, taking_order
 from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of
 from kvweave.fuse.transfer.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
 from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
-from kvweave.kv.keys import ChunkKey
 
 AT_A_TIME = 2  # groups of layers
 

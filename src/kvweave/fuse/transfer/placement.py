@@ -22,8 +22,8 @@ from kvweave.kernels.types import Packing, StoredRows
 from kvweave.kernels.unpack import unpack
 from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, GroupedFp8Codec, PlainCodec
 from kvweave.kv.format.header import ALIGN, round_up
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
-from kvweave.kv.keys import ChunkKey
 
 
 def packing_of(codec: Codec, model: torch.dtype) -> Packing:

@@ -17,7 +17,7 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.hosts.vllm.identity import ChunkNames
 from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.types import Chunk
 
 T = TypeVar("T")

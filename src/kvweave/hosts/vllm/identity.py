@@ -17,7 +17,7 @@ from kvweave.fuse.encode.chunk_encoder import Texts
 from kvweave.fuse.encode.contexts import ISOLATED, variant_name
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kv.format.codec import dtype_name
-from kvweave.kv.keys import ChunkKey, KeyContext, make_chunk_key
+from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import revision_of
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec, read_spec

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvweave.errors import RequestError
 from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio, open_strategy
-from kvweave.kv.keys import make_tag
+from kvweave.kv.format.keys import make_tag
 
 NAME = "kvweave"  # the one key of kv_transfer_params that is ours
 KEYS = ("chunks", "preamble", "reuse", "ratio", "asked", "tenant", "missing", "forget")

@@ -8,7 +8,8 @@ request that is not fused is vLLM's alone, down to its exact prefixes. What was 
 encoded when a request is finished, in steps in which vLLM has nothing to do.
 
 One thread, the scheduler's. Nothing here raises for what a request says: an exception would end the
-engine. Looking into the store may wait for a tier, at most `locate_deadline_s` (kv/config.py).
+engine. Looking into the store may wait for a tier, at most `locate_deadline_s`
+(kv/tiers/config.py).
 """
 
 import hashlib
@@ -38,7 +39,7 @@ from kvweave.hosts.vllm.reuse_request import (
 )
 from kvweave.hosts.vllm.salted_hashes import salt_blocks
 from kvweave.hosts.vllm.settings import HostSettings
-from kvweave.kv.keys import ChunkKey, make_tag, tag_of
+from kvweave.kv.format.keys import ChunkKey, make_tag, tag_of
 from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.reasons import Reason

@@ -14,7 +14,7 @@ from kvweave.config import Flag, Key, StoreSettings, known_keys, load_config
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.strategy import is_known, known_names
-from kvweave.kv.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.paths import home
 
 SOURCE = "kv_connector_extra_config"

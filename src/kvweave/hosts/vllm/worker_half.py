@@ -30,7 +30,7 @@ from kvweave.hosts.vllm.orders import (
     StepOrders,
     StepReport,
 )
-from kvweave.kv.keys import ChunkKey
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.store import KVStore
 from kvweave.model.sequence_kv import SequenceKV
 from kvweave.reasons import Reason

@@ -24,8 +24,8 @@ from kvweave.kv.format.header import (
     plan_header,
     seal_header,
 )
-from kvweave.kv.keys import ChunkKey
-from kvweave.kv.memory import Memory, new_memory
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.format.memory import Memory, new_memory
 
 SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
 TOGETHER = 2**20  # keys of the layers that are decoded together, at most

@@ -1,6 +1,8 @@
 """Places for chunk objects: host memory, disk, Valkey/Redis, S3, and a faulty one for tests."""
 
-from kvweave.kv.config import (
+from kvweave.kv.format.header import Reader
+from kvweave.kv.tiers.base import StoredObject, Tier
+from kvweave.kv.tiers.config import (
     DiskTierConfig,
     FaultyTierConfig,
     HostTierConfig,
@@ -8,8 +10,6 @@ from kvweave.kv.config import (
     S3TierConfig,
     TierConfig,
 )
-from kvweave.kv.format.header import Reader
-from kvweave.kv.tiers.base import StoredObject, Tier
 
 __all__ = ["Reader", "StoredObject", "Tier", "open_tier"]
 

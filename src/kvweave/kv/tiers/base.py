@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import Reader
-from kvweave.kv.keys import ChunkKey, ChunkTag, tag_of
+from kvweave.kv.format.keys import ChunkKey, ChunkTag, tag_of
 
 
 class StoredObject(NamedTuple):

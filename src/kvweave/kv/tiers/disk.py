@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.config import DiskTierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey, ChunkTag, context_of, parse_key
+from kvweave.kv.format.keys import ChunkKey, ChunkTag, context_of, parse_key
 from kvweave.kv.tiers.base import StoredObject, among
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.durable_files import DurableFiles
 from kvweave.kv.tiers.listing import Listing
 from kvweave.kv.tiers.quarantine import Quarantine

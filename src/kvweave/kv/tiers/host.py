@@ -14,12 +14,12 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.config import HostTierConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import ALIGN
-from kvweave.kv.keys import ChunkKey, ChunkTag
-from kvweave.kv.memory import Arena, Memory, new_memory, slice_memory
+from kvweave.kv.format.keys import ChunkKey, ChunkTag
+from kvweave.kv.format.memory import Arena, Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject, among
+from kvweave.kv.tiers.config import HostTierConfig
 
 
 class _HostObject(NamedTuple):

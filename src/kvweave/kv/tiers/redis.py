@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.config import RedisTierConfig
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.header import HEAD_BYTES
-from kvweave.kv.keys import ChunkKey, ChunkTag, parse_key
+from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key
 from kvweave.kv.tiers.base import PreludeReader, StoredObject, among
+from kvweave.kv.tiers.config import RedisTierConfig
 
 _SCAN_COUNT = 4096  # names that one SCAN looks at: a fraction of a millisecond of the server
 

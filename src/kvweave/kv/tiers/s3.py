@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.config import S3TierConfig
 from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.keys import ChunkKey, ChunkTag, parse_key, tag_of
+from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key, tag_of
 from kvweave.kv.tiers.base import PreludeReader, StoredObject
+from kvweave.kv.tiers.config import S3TierConfig
 
 _PRELUDE_BYTES = 1 << 16
 _ABSENT = {"404", "NoSuchKey", "NotFound"}
