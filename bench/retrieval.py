@@ -36,7 +36,8 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import SentenceEmbedder, Vectors
 from kvweave.corpus.index import VectorIndex, make_index
-from kvweave.corpus.index.files import LocalIndex, load_index, save_index
+from kvweave.corpus.index.faiss_index import FaissIndex
+from kvweave.corpus.index_file import load_index, save_index
 from kvweave.corpus.lexical import fuse_ranks, search_words
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 
@@ -158,7 +159,7 @@ def build(kind: str, vectors_file: Path, folder: Path) -> None:
     started = time.perf_counter()
     index.add(np.arange(1, len(vectors) + 1, dtype=np.int64), vectors)
     build_s = time.perf_counter() - started
-    assert isinstance(index, LocalIndex)
+    assert isinstance(index, FaissIndex)
     save_index(folder / kind, index, 0)
     size_mb = (folder / kind).stat().st_size / 2**20
     print(

@@ -296,7 +296,10 @@ QUOTED = [
         ("over `--max-file-mb` ({})", "corpus.parsers:ParseLimits().file_bytes >> 20"),
         ("everything up to {:,} chunks", "corpus.index:FLAT_LIMIT"),
         ("up to {} million, and uses IVF", "corpus.index:word(HNSW_LIMIT / 1e6)"),
-        ("compacted when a quarter of it is removed", "corpus.index.rows:REBUILD_SHARE == 1 / 4"),
+        (
+            "compacted when a quarter of it is removed",
+            "corpus.index.faiss_index:REBUILD_SHARE == 1 / 4",
+        ),
         ("Notes of removals go after a week", "corpus.removals:KEEP_S == 7 * 24 * 3600"),
         ("IVF ({} of 756 clusters)", "corpus.index.ivf:MIN_PROBES"),
         ("from 94 to {} after a look", "corpus.index.ivf:MIN_PROBES"),

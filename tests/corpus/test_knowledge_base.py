@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.index.files import load_index
+from kvweave.corpus.index_file import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.lexical import WORD
 from kvweave.corpus.search import SearchOptions

@@ -151,7 +151,7 @@ def backup_command(file: Path, kb_folder: Path, as_json: bool) -> None:
     """Write a knowledge base to FILE: documents and vectors, as of one moment. Index and chunk KV
     are made again where it is restored. A server may go on using it."""
     from kvweave.corpus.backup import backup
-    from kvweave.corpus.trouble import disk_trouble
+    from kvweave.corpus.disk_files import disk_trouble
 
     check_knowledge_base(kb_folder)
     with disk_trouble(f"cannot write {file}"):

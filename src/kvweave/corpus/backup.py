@@ -26,13 +26,12 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from kvweave.corpus.catalogue import Catalogue
-from kvweave.corpus.durable import sync
+from kvweave.corpus.disk_files import as_corpus_error, sync
 from kvweave.corpus.index import AUTO, is_remote
 from kvweave.corpus.kb_folder import CATALOGUE
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import FILE as SETTINGS
 from kvweave.corpus.settings import read_settings, write_settings
-from kvweave.corpus.trouble import as_corpus_error
 from kvweave.errors import CorpusDamaged, CorpusError
 
 MANIFEST = "manifest.json"

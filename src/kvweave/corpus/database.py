@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvweave.corpus.durable import sync
+from kvweave.corpus.disk_files import as_corpus_error, sync
 from kvweave.corpus.migrations import migrate
-from kvweave.corpus.trouble import as_corpus_error
 from kvweave.errors import CorpusDamaged, CorpusError, CorpusFull
 
 BUSY_TIMEOUT_S = 30.0

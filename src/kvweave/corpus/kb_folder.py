@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import Chunker
-from kvweave.corpus.durable import make_folder, sync
+from kvweave.corpus.disk_files import as_corpus_error, make_folder, sync
 from kvweave.corpus.embedder import OLD_IDENTITY, Embedder
 from kvweave.corpus.index import AUTO, check_kind
 from kvweave.corpus.settings import (
@@ -20,7 +20,6 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.corpus.trouble import as_corpus_error
 from kvweave.errors import CorpusBusy, CorpusDamaged, CorpusError
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue, DocumentInfo, Totals, Written
 from kvweave.corpus.chunker import Chunker
+from kvweave.corpus.disk_files import disk_trouble, sweep_temporaries
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
-from kvweave.corpus.index.files import sweep_temporaries
 from kvweave.corpus.kb_folder import CATALOGUE, create_folder, renew_identity, writer_lock
 from kvweave.corpus.live_index import FILE, LiveIndex
 from kvweave.corpus.search import ChunkSearch, SearchOptions
@@ -31,7 +31,6 @@ from kvweave.corpus.settings import (
     read_settings,
     write_settings,
 )
-from kvweave.corpus.trouble import disk_trouble
 from kvweave.errors import ConfigError, CorpusError, CorpusFull, CorpusReadOnly
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit
 

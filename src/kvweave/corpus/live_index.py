@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from kvweave.corpus.catalogue import Catalogue, VectorIds
+from kvweave.corpus.disk_files import atomic_file
 from kvweave.corpus.index import IndexHits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
-from kvweave.corpus.index.files import LocalIndex, atomic_file, load_index, save_index
+from kvweave.corpus.index.faiss_index import FaissIndex
+from kvweave.corpus.index_file import load_index, save_index
 from kvweave.corpus.settings import KnowledgeBaseSettings
 from kvweave.corpus.shared_lock import SharedLock
 from kvweave.errors import CorpusError
@@ -182,7 +184,7 @@ class LiveIndex:
             }
             with atomic_file(self._folder / SERVER_FILE) as file:
                 file.write(json.dumps(state).encode())
-        elif isinstance(index, LocalIndex):
+        elif isinstance(index, FaissIndex):
             save_index(self._folder / FILE, index, self._generation, self._catalogue.uid())
 
     def _load_server_state(self) -> None:

@@ -5,9 +5,8 @@ import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kvweave.corpus.disk_files import as_corpus_error, atomic_file
 from kvweave.corpus.index import AUTO
-from kvweave.corpus.index.files import atomic_file
-from kvweave.corpus.trouble import as_corpus_error
 from kvweave.errors import CorpusDamaged, CorpusError, CorpusMismatch
 
 VERSION = 1

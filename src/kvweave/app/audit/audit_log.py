@@ -23,7 +23,7 @@ from kvweave.app.audit.figures import SURE, AuditFigures, evidence_above, eviden
 from kvweave.app.library.library import Library
 from kvweave.app.runtime import ModelRuntime
 from kvweave.calibrate.gate import MAX_FLIPS
-from kvweave.corpus.index.files import atomic_file
+from kvweave.corpus.disk_files import atomic_file
 from kvweave.metrics import Metrics
 
 log = logging.getLogger(__name__)

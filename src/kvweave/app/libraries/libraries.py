@@ -33,6 +33,7 @@ from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.question import QuestionDefaults, check_order
 from kvweave.config import ServerSettings
 from kvweave.corpus.catalogue import DocumentInfo, Totals
+from kvweave.corpus.disk_files import disk_trouble
 from kvweave.corpus.embedder import OLD_IDENTITY
 from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -42,7 +43,6 @@ from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.parsers.base import LONGEST_TITLE
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import KnowledgeBaseSettings, check_settings, read_settings
-from kvweave.corpus.trouble import disk_trouble
 from kvweave.errors import (
     ConfigError,
     CorpusBusy,

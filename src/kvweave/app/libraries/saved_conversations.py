@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvweave.corpus.durable import make_folder, sync
-from kvweave.corpus.index.files import atomic_file
+from kvweave.corpus.disk_files import atomic_file, make_folder, sync
 from kvweave.errors import CorpusError, RequestError
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvweave.corpus.durable import make_folder, sync
+from kvweave.corpus.disk_files import make_folder, sync
 from kvweave.errors import ConfigError, TierError
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import find_tagged

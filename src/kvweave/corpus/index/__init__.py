@@ -1,9 +1,12 @@
 """Vector indexes behind one interface. `make_index` knows the kinds; the rest uses VectorIndex."""
 
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from kvweave.corpus.index.base import IndexHits, VectorIndex
+from kvweave.corpus.index.faiss_index import FaissIndex
+from kvweave.corpus.index.flat import FlatIndex
+from kvweave.corpus.index.hnsw import HnswIndex
+from kvweave.corpus.index.ivf import IvfIndex
 from kvweave.errors import ConfigError
 
 __all__ = ["AUTO", "KINDS", "IndexHits", "VectorIndex", "is_remote", "make_index", "resolve_kind"]
@@ -13,25 +16,7 @@ FLAT_LIMIT = 50_000  # up to here comparing everything costs a few ms: bench/ret
 HNSW_LIMIT = 2_000_000  # beyond, the graph's memory and build time outweigh its speed
 
 
-def _flat(dim: int) -> VectorIndex:
-    from kvweave.corpus.index.flat import FlatIndex
-
-    return FlatIndex(dim)
-
-
-def _ivf(dim: int) -> VectorIndex:
-    from kvweave.corpus.index.ivf import IvfIndex
-
-    return IvfIndex(dim)
-
-
-def _hnsw(dim: int) -> VectorIndex:
-    from kvweave.corpus.index.hnsw import HnswIndex
-
-    return HnswIndex(dim)
-
-
-KINDS: dict[str, Callable[[int], VectorIndex]] = {"flat": _flat, "ivf": _ivf, "hnsw": _hnsw}
+KINDS: dict[str, type[FaissIndex]] = {"flat": FlatIndex, "ivf": IvfIndex, "hnsw": HnswIndex}
 
 
 def is_remote(kind: str) -> bool:

@@ -1,70 +1,25 @@
 """Compares the query with every vector: exact, no training, the yardstick for the others."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from kvweave.corpus.index.base import (
-    Ids,
-    IndexHits,
-    Vector,
-    Vectors,
-    check_query,
-    exact_top,
-    merge,
-    nothing,
-    one_thread,
-)
-from kvweave.corpus.index.rows import IndexRows
-
-if TYPE_CHECKING:
-    import faiss
+from kvweave.corpus.index.base import IndexHits, Vector, Vectors, check_query, merge, nothing
+from kvweave.corpus.index.faiss_index import FaissIndex, exact_top, one_thread
 
 EPSILON = 2.0**-24  # float32 rounding of one product of two unit vectors, per dimension
 
 
-class FlatIndex:
+class FlatIndex(FaissIndex):
     """A FAISS flat index. Stages are equal portions of the vectors, in order of arrival."""
 
     kind = "flat"
-    shared = False
-    learns_from_first_add = False
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        faiss_index: "faiss.IndexFlatIP | None" = None,
-        rows: IndexRows | None = None,
-    ) -> None:
+    def _make(self) -> Any:
         import faiss
 
-        self.dim = dim
-        self.faiss_index = faiss.IndexFlatIP(dim) if faiss_index is None else faiss_index
-        self.rows = rows or IndexRows()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def ids(self) -> Ids:
-        return self.rows.live_ids
-
-    def add(self, ids: Ids, vectors: Vectors) -> None:
-        fresh = self.rows.unseen(ids)
-        self.faiss_index.add(np.ascontiguousarray(vectors[fresh], np.float32))
-        self.rows.append(ids[fresh])
-
-    def remove(self, ids: Ids) -> None:
-        self.rows.bury(ids)
-
-    @property
-    def wants_rebuild(self) -> bool:
-        return self.rows.too_many_dead
-
-    def search(self, vector: Vector, k: int) -> IndexHits:
-        query = check_query(vector, self.dim, k)
-        return self._portion(query, k, 0, self.rows.num_rows)
+        return faiss.IndexFlatIP(self.dim)
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)

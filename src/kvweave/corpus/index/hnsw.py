@@ -1,32 +1,27 @@
 """Walks a graph of neighbours: fastest search, slowest to build, most memory."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from kvweave.corpus.index.base import (
-    Ids,
     IndexHits,
     Vector,
     Vectors,
     check_query,
     efforts,
+    full_effort,
     nothing,
-    one_thread,
-    ordered,
+    take_best,
 )
-from kvweave.corpus.index.rows import IndexRows
-
-if TYPE_CHECKING:
-    import faiss
+from kvweave.corpus.index.faiss_index import FaissIndex, one_thread
 
 NEIGHBOURS = 32  # edges per vector
 BUILD_EFFORT = 128  # candidates kept while linking a new vector
-SEARCH_EFFORT = 128  # candidates kept by a plain search; see bench/retrieval.py
 
 
-class HnswIndex:
+class HnswIndex(FaissIndex):
     """A FAISS HNSW index. A staged search walks twice: with a quarter of the effort, then with all.
 
     FAISS hands out no walk that could go on. One of our own over its graph would, but in numpy it
@@ -34,60 +29,21 @@ class HnswIndex:
     """
 
     kind = "hnsw"
-    shared = False
-    learns_from_first_add = False
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        faiss_index: "faiss.IndexHNSWFlat | None" = None,
-        rows: IndexRows | None = None,
-        effort: int = SEARCH_EFFORT,
-    ) -> None:
+    def _make(self) -> Any:
         import faiss
 
-        self.dim = dim
-        if faiss_index is None:
-            faiss_index = faiss.IndexHNSWFlat(dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-            faiss_index.hnsw.efConstruction = BUILD_EFFORT
-        self.faiss_index = faiss_index
-        self.rows = rows or IndexRows()
-        self.effort = effort
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def ids(self) -> Ids:
-        return self.rows.live_ids
-
-    def add(self, ids: Ids, vectors: Vectors) -> None:
-        fresh = self.rows.unseen(ids)
-        if fresh.any():
-            self.faiss_index.add(np.ascontiguousarray(vectors[fresh], np.float32))
-            self.rows.append(ids[fresh])
-
-    def remove(self, ids: Ids) -> None:
-        self.rows.bury(ids)
-
-    @property
-    def wants_rebuild(self) -> bool:
-        return self.rows.too_many_dead
-
-    def search(self, vector: Vector, k: int) -> IndexHits:
-        query = check_query(vector, self.dim, k)
-        return self._walk(query, k, self._full_effort(k))
+        index = faiss.IndexHNSWFlat(self.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = BUILD_EFFORT
+        return index
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
-        for effort in efforts(self._full_effort(k), k, stages):
+        for effort in efforts(full_effort(k), k, stages):
             yield self._walk(query, k, effort)
 
     def num_stages(self, k: int, stages: int) -> int:
-        return len(efforts(self._full_effort(k), k, stages))
-
-    def _full_effort(self, k: int) -> int:
-        return max(self.effort, 2 * k)
+        return len(efforts(full_effort(k), k, stages))
 
     def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
         import faiss
@@ -103,4 +59,4 @@ class HnswIndex:
         with one_thread():
             scores, found = self.faiss_index.search(query, k, params=settings)
         real = found[0] >= 0
-        return ordered(self.rows.by_row[found[0][real]], scores[0][real], k)
+        return take_best(self.rows.by_row[found[0][real]], scores[0][real], k)

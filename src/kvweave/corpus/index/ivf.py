@@ -2,81 +2,38 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from kvweave.corpus.index.base import (
-    Ids,
-    IndexHits,
-    Vector,
-    Vectors,
-    check_query,
-    exact_top,
-    merge,
-    nothing,
-    one_thread,
-)
-from kvweave.corpus.index.rows import IndexRows
-
-if TYPE_CHECKING:
-    import faiss
+from kvweave.corpus.index.base import Ids, IndexHits, Vector, Vectors, check_query, merge, nothing
+from kvweave.corpus.index.faiss_index import FaissIndex, exact_top, one_thread
 
 POINTS_PER_CLUSTER = 39  # what k-means in FAISS asks for at least
 GROWTH = 4  # retrain when there are this many times the vectors it was trained on
 PROBE_SHARE = 1 / 8  # of the clusters, in a plain search …
-MIN_PROBES = (
-    192  # … but at least so many: 94 of 756 lost 1.4 points of recall@5, bench/retrieval.py
-)
+# … but at least so many: 94 of 756 lost 1.4 points of recall@5, bench/retrieval.py
+MIN_PROBES = 192
 
 
-class IvfIndex:
+class IvfIndex(FaissIndex):
     """A FAISS IVF index. Stages are slices of the probed clusters, nearest first.
 
     The first `add` trains it, so that first batch should be a fair sample, or everything.
     """
 
     kind = "ivf"
-    shared = False
     learns_from_first_add = True
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        faiss_index: "faiss.IndexIVFFlat | None" = None,
-        rows: IndexRows | None = None,
-        num_trained: int = 0,
-    ) -> None:
-        self.dim = dim
-        self.faiss_index = faiss_index
-        self.rows = rows or IndexRows()
-        self.num_trained = num_trained
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def ids(self) -> Ids:
-        return self.rows.live_ids
-
     def add(self, ids: Ids, vectors: Vectors) -> None:
-        fresh = self.rows.unseen(ids)
-        ids, vectors = ids[fresh], np.ascontiguousarray(vectors[fresh], np.float32)
-        if not len(ids):
-            return
-        if self.faiss_index is None:
-            self.faiss_index = self._train(vectors)
-            self.num_trained = len(vectors)
-        self.faiss_index.add(vectors)
-        self.rows.append(ids)
-
-    def remove(self, ids: Ids) -> None:
-        self.rows.bury(ids)
+        if self.faiss_index is None and len(ids):
+            self.faiss_index, self.num_trained = self._train(vectors), len(vectors)
+        super().add(ids, vectors)
 
     @property
     def wants_rebuild(self) -> bool:
-        grown = self.rows.num_rows > GROWTH * max(self.num_trained, POINTS_PER_CLUSTER)
-        return grown or self.rows.too_many_dead
+        is_outgrown = self.rows.num_rows > GROWTH * max(self.num_trained, POINTS_PER_CLUSTER)
+        return is_outgrown or super().wants_rebuild
 
     @property
     def num_probes(self) -> int:
@@ -85,10 +42,6 @@ class IvfIndex:
             return 0
         num_clusters = int(self.faiss_index.nlist)
         return min(num_clusters, max(MIN_PROBES, round(num_clusters * PROBE_SHARE)))
-
-    def search(self, vector: Vector, k: int) -> IndexHits:
-        *_, final = self.search_staged(vector, k, 1)
-        return final
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
@@ -140,7 +93,7 @@ class IvfIndex:
 
         return exact_top(find, k, available) if available else nothing()
 
-    def _train(self, vectors: Vectors) -> "faiss.IndexIVFFlat":
+    def _train(self, vectors: Vectors) -> Any:
         import faiss
 
         wanted = int(4 * math.sqrt(len(vectors)))
@@ -148,5 +101,5 @@ class IvfIndex:
         quantizer = faiss.IndexFlatIP(self.dim)
         index = faiss.IndexIVFFlat(quantizer, self.dim, num_clusters, faiss.METRIC_INNER_PRODUCT)
         index.cp.min_points_per_centroid = 1  # small knowledge bases are fine, no warning needed
-        index.train(vectors)
+        index.train(np.ascontiguousarray(vectors, np.float32))
         return index

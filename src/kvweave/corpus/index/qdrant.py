@@ -15,11 +15,13 @@ from kvweave.corpus.index.base import (
     Ids,
     IndexHits,
     Vector,
+    VectorIndex,
     Vectors,
     check_query,
     efforts,
+    full_effort,
     nothing,
-    ordered,
+    take_best,
 )
 from kvweave.errors import ConfigError, CorpusError
 
@@ -27,16 +29,14 @@ if TYPE_CHECKING:
     from qdrant_client import QdrantClient
 
 BATCH = 512  # points per request: about 1 MB at 384 dimensions
-SEARCH_EFFORT = 128  # hnsw_ef of a plain search
 TIMEOUT_S = 30
 OWNER = "knowledge_base"  # the one field of a point's payload
 
 
-class QdrantIndex:
+class QdrantIndex(VectorIndex):
     """One collection. A staged search asks twice, with growing effort, as for HNSW."""
 
     kind = "qdrant"
-    learns_from_first_add = False
 
     def __init__(
         self, client: "QdrantClient", dim: int, collection: str, url: str, owner: str = ""
@@ -130,21 +130,13 @@ class QdrantIndex:
                 points = models.PointIdsList(points=ids[start : start + BATCH].tolist())
                 self._client.delete(self.collection, points, wait=True)
 
-    @property
-    def wants_rebuild(self) -> bool:
-        return False  # the server looks after itself
-
-    def search(self, vector: Vector, k: int) -> IndexHits:
-        query = check_query(vector, self.dim, k)
-        return self._query(query, k, max(SEARCH_EFFORT, 2 * k))
-
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
-        for effort in efforts(max(SEARCH_EFFORT, 2 * k), k, stages):
+        for effort in efforts(full_effort(k), k, stages):
             yield self._query(query, k, effort)
 
     def num_stages(self, k: int, stages: int) -> int:
-        return len(efforts(max(SEARCH_EFFORT, 2 * k), k, stages))
+        return len(efforts(full_effort(k), k, stages))
 
     def _query(self, query: Vectors, k: int, effort: int) -> IndexHits:
         from qdrant_client import models
@@ -162,7 +154,7 @@ class QdrantIndex:
         if not points:
             return nothing()
         ids = np.array([int(point.id) for point in points], np.int64)
-        return ordered(ids, np.array([point.score for point in points], np.float32), k)
+        return take_best(ids, np.array([point.score for point in points], np.float32), k)
 
     def _check_shape(self) -> None:
         config = self._client.get_collection(self.collection).config.params.vectors

@@ -1,14 +1,60 @@
-"""What a disk says, as an error of ours: a full disk and a read-only one can be told apart."""
+"""Writes files that outlive a power cut, and turns what a disk says into errors of ours.
+
+A file's content is on the disk after an fsync of the file, its name after one of the folder it is
+in. So is the absence of a name: what was removed may be back until its folder was synced.
+"""
 
 import errno
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
 
 from kvweave.errors import CorpusBusy, CorpusError, CorpusFull, CorpusReadOnly
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 READ_ONLY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
+
+
+def sync(path: Path) -> None:
+    """The content of a file, or the names in a folder, are on the disk itself when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """mkdir -p. A folder that a power cut takes has lost what was acknowledged in it."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in made:
+        sync(each.parent)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that appears whole or not at all, also after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)  # the new name itself
+
+
+def sweep_temporaries(folder: Path) -> None:
+    """Remove what killed writers left behind. Only for the holder of the writer lock."""
+    for path in folder.glob("*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 def as_corpus_error(

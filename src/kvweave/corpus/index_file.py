@@ -7,36 +7,29 @@ derived from the catalogue, so whatever is wrong with it, the answer is to build
 """
 
 import json
-import os
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from kvweave.corpus.durable import sync
-from kvweave.corpus.index.flat import FlatIndex
-from kvweave.corpus.index.hnsw import HnswIndex
-from kvweave.corpus.index.ivf import IvfIndex
-from kvweave.corpus.index.rows import IndexRows
+from kvweave.corpus.disk_files import atomic_file
+from kvweave.corpus.index import KINDS
+from kvweave.corpus.index.faiss_index import FaissIndex, IndexRows
 from kvweave.errors import CorpusError
 
 MAGIC = b"KVWINDX1"
 BLOCK = 1 << 20
 
-LocalIndex = FlatIndex | IvfIndex | HnswIndex
-
 
 class LoadedIndex(NamedTuple):
-    vectors: LocalIndex
+    vectors: FaissIndex
     generation: int  # of the catalogue that it reflects
     catalogue_uid: str  # which catalogue that was
 
 
-def save_index(path: Path, index: LocalIndex, generation: int, catalogue_uid: str = "") -> None:
+def save_index(path: Path, index: FaissIndex, generation: int, catalogue_uid: str = "") -> None:
     """Replace the file, or leave the old one untouched."""
     import faiss
 
@@ -47,7 +40,7 @@ def save_index(path: Path, index: LocalIndex, generation: int, catalogue_uid: st
         "generation": generation,
         "catalogue_uid": catalogue_uid,
         "num_rows": rows.num_rows,
-        "num_trained": index.num_trained if isinstance(index, IvfIndex) else 0,
+        "num_trained": index.num_trained,
         "has_vectors": index.faiss_index is not None,
     }
     text = json.dumps(header).encode()
@@ -79,39 +72,12 @@ def load_index(path: Path) -> LoadedIndex | None:
         inner = None
         if header["has_vectors"]:
             inner = faiss.read_index(faiss.PyCallbackIOReader(file.read, BLOCK))
-    index: LocalIndex
-    match header["kind"]:
-        case "flat":
-            index = FlatIndex(dim, faiss_index=inner, rows=rows)
-        case "ivf":
-            index = IvfIndex(dim, faiss_index=inner, rows=rows, num_trained=header["num_trained"])
-        case "hnsw":
-            index = HnswIndex(dim, faiss_index=inner, rows=rows)
-        case other:
-            raise CorpusError(f"{path} holds an index of unknown kind {other!r}")
+    if header["kind"] not in KINDS:
+        raise CorpusError(f"{path} holds an index of unknown kind {header['kind']!r}")
+    index = KINDS[header["kind"]](
+        dim, faiss_index=inner, rows=rows, num_trained=header["num_trained"]
+    )
     return LoadedIndex(index, header["generation"], header.get("catalogue_uid", ""))
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write a file that appears whole or not at all, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync(path.parent)  # the new name itself
-
-
-def sweep_temporaries(folder: Path) -> None:
-    """Remove what killed writers left behind. Only for the holder of the writer lock."""
-    for path in folder.glob("*.tmp"):
-        path.unlink(missing_ok=True)
 
 
 class _Summed:
