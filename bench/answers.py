@@ -26,7 +26,7 @@ from rich.progress import track
 from rich.table import Table
 
 from common.results import finish, result_header
-from kvweave.app.question import parse_reuse
+from kvweave.app.answer.question import parse_reuse
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import ModelChoice
 from kvweave.demo import PASSAGES, DemoQuestion, read_questions, titles_of

@@ -52,28 +52,28 @@ ROOMS: dict[str, set[str]] = {
         *("fuse", "fuse/encode", "fuse/transfer"),
     },
     "app": {
-        *("text", "corpus", "kernels", "model", "model/files", "calibrate", "engine", "fuse"),
+        *("text", "corpus", "model/files", "calibrate", "engine", "fuse"),
         *("ingest", "plan", "app/answer", "app/audit", "app/library"),
     },
     "app/library": {
-        *("text", "corpus", "model", "model/files", "kv", "kv/format", "kv/tiers"),
-        *("fuse/encode", "calibrate", "ingest", "plan", "engine", "app"),
+        *("text", "corpus", "kernels", "model", "model/files", "kv", "kv/format", "kv/tiers"),
+        *("fuse/encode", "calibrate", "ingest", "plan", "engine"),
     },
     "app/auto": {
         *("text", "corpus", "kernels", "model", "kv", "kv/format", "kv/tree", "fuse"),
         *("fuse/encode", "fuse/transfer", "calibrate", "plan", "engine"),
-        *("app", "app/audit", "app/library"),
+        *("app/audit", "app/library"),
     },
-    "app/audit": {"corpus", "calibrate", "plan", "engine", "app", "app/library"},
+    "app/audit": {"corpus", "calibrate", "plan", "engine", "app/library"},
     "app/answer": {
-        *("text", "corpus", "fuse", "kv/tree", "calibrate", "plan", "engine"),
-        *("app", "app/audit", "app/library", "app/auto"),
+        *("text", "corpus", "model/files", "fuse", "kv/tree", "calibrate", "plan", "engine"),
+        *("app/audit", "app/library", "app/auto"),
     },
     "app/libraries": {
         *("corpus", "demo", "ingest", "kv/format", "plan", "app", "app/answer", "app/audit"),
         "app/library",
     },
-    "serve": {"app", "app/answer", "app/auto", "app/libraries"},
+    "serve": {"app", "app/answer", "app/libraries"},
     "gateway": {
         *("text", "corpus", "ingest", "model/files", "kv", "kv/tiers", "kv/tree", "plan", "engine"),
         *("app", "app/answer", "app/library"),

@@ -357,10 +357,10 @@ def test_the_keys_of_engine_speculation_and_sampling_are_fields_of_theirs() -> N
 
 
 def test_the_defaults_are_those_of_the_parts() -> None:
+    from kvweave.app.answer.question import BOUND, TOP_K, Question
     from kvweave.app.answer.settings import SpeculationConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
-    from kvweave.app.question import BOUND, TOP_K, Question
     from kvweave.plan.ordering import PROMOTION
     from kvweave.serve.limits import Limits
 
@@ -374,7 +374,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
 
 
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
-    from kvweave.app.question import NothingMode, SpeculationMode
+    from kvweave.app.answer.question import NothingMode, SpeculationMode
     from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.engine.config import SharedCodec

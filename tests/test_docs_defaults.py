@@ -57,7 +57,7 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 QUOTED = [
     *quoted("upgrading.md", ("Schema {} of the catalogue", "corpus.migrations:len(MIGRATIONS)")),
-    *quoted("clients.md", ("Both find {} chunks unless", "app.question:TOP_K")),
+    *quoted("clients.md", ("Both find {} chunks unless", "app.answer.question:TOP_K")),
     *quoted(
         "corpus.md",
         ("up to {} keys with a text", "corpus.metadata:MOST_KEYS"),
@@ -338,7 +338,7 @@ QUOTED = [
         ("for its first half second", "engine.background:FIRST_S / BUSY_SHARE == 1 / 2"),
         ("The engine is had for {:g} ms at a time", "fuse.encode.chunk_encoder:SLICE_S * 1e3"),
         ("out every {:g} s in which nothing else does", "serve.wire.sse:HEARTBEAT_S"),
-        ("chunks of this knowledge base ({}),", "app.question:TOP_K"),
+        ("chunks of this knowledge base ({}),", "app.answer.question:TOP_K"),
         ("answers to the prompt, {} at most", "serve.limits:Limits().choices"),
         ("a list of either; {} at most", "serve.limits:Limits().choices"),
         ("two names of the same; {} unless given", "serve.routes.chat:DEFAULT_MAX_TOKENS"),

@@ -28,8 +28,8 @@ from common.files import REPO
 from common.results import finish, result_header, save_run
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.library.stored_kv import KV_FOLDER
-from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase

@@ -15,6 +15,7 @@ import torch
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE
 from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.question import Question, SpeculationMode
 from kvweave.app.answer.search_pace import Paces, PrefillPace
 from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.answer.sources import RetrievedChunk
@@ -31,8 +32,7 @@ from kvweave.app.answer.stages import (
 from kvweave.app.answer.talk import Talk
 from kvweave.app.answer.token_stream import TokenStream
 from kvweave.app.auto.requests import exact_request
-from kvweave.app.question import Question, SpeculationMode
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling

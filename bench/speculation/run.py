@@ -37,7 +37,7 @@ from common.results import finish, result_header
 from common.vector_cache import cached_vectors
 from kvweave.app.answer.search_pace import MAX_STAGES
 from kvweave.app.answer.sources import RetrievedChunk
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.embedder import Vectors
 from kvweave.engine.config import EngineConfig

@@ -20,7 +20,7 @@ import torch
 from common.files import CACHE, read_jsonl
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import Library
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave
 from kvweave.calibrate.gate import (
     ENOUGH_QUESTIONS,

@@ -16,8 +16,8 @@ from common.files import read_jsonl
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.library.stored_kv import KV_FOLDER
-from kvweave.app.runtime import ModelRuntime
 from kvweave.app.weave import AUTO, Sampling, Weave
 from kvweave.calibrate.profiles import user_path
 from kvweave.corpus.embedder import SentenceEmbedder

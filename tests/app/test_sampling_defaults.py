@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.app.answer.answer_stream import REPETITION, Answer, AnswerStream
-from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.app.answer.settings import SamplingDefaults
 from kvweave.app.weave import Sampling, Weave
 from kvweave.config import ModelChoice, SamplingSettings, WeaveConfig
 from kvweave.engine.sampling import Choice

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Weave
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM

@@ -239,9 +239,9 @@ def test_serve_goes_by_the_file(run: Run, here: Path) -> None:
 
 
 def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
+    from kvweave.app.answer.question import QuestionDefaults
     from kvweave.app.libraries.libraries import LibrariesConfig, LibraryKey
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-    from kvweave.app.question import QuestionDefaults
     from kvweave.config import load_config
     from kvweave.serve.limits import Limits
 

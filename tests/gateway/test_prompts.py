@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.question import KVTransfer
+from kvweave.app.answer.question import KVTransfer
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import RequestError
 from kvweave.gateway.bodies import UpstreamRequest, body_of

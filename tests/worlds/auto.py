@@ -14,7 +14,7 @@ from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.kv.format.checksum import Buffer
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskTier

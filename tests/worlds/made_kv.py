@@ -7,7 +7,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -6,7 +6,7 @@ from kvweave import Weave
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
-from kvweave.app.runtime import EngineClient, ModelRuntime
+from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
 from kvweave.kv.tiers.config import HostTierConfig

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from kvweave.app.answer.question import REUSES
 from kvweave.app.hosts import ModelHost
-from kvweave.app.question import REUSES
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import default_ratio
 

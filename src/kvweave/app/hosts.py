@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.answer_stream import PieceStream as PieceStream
+from kvweave.app.answer.question import ChatOptions, KVTransfer
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpenEmbedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import ChatOptions, KVTransfer
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvweave.app.answer.answer_details import AnswerDetails
     from kvweave.app.audit.auditor import Auditor
     from kvweave.app.library.library import Library
-    from kvweave.app.runtime import ModelRuntime
+    from kvweave.app.library.runtime import ModelRuntime
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.engine.engine import Engine

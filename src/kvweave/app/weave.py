@@ -25,13 +25,7 @@ from kvweave.app.answer.answer_stream import (
 )
 from kvweave.app.answer.answerer import Answerer
 from kvweave.app.answer.engine_target import EngineTarget
-from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
-from kvweave.app.answer.sources import AnswerSource
-from kvweave.app.answer.tool_answer import ToolAnswer
-from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
-from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-from kvweave.app.library.store_tiers import check_store
-from kvweave.app.question import (
+from kvweave.app.answer.question import (
     AUTO,
     BOUND,
     REUSES,
@@ -42,7 +36,13 @@ from kvweave.app.question import (
     Question,
     SpeculationMode,
 )
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
+from kvweave.app.answer.sources import AnswerSource
+from kvweave.app.answer.tool_answer import ToolAnswer
+from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
+from kvweave.app.library.library_kv import BackgroundKV, KVOptions
+from kvweave.app.library.runtime import ModelRuntime
+from kvweave.app.library.store_tiers import check_store
 from kvweave.config import (
     LibrarySettings,
     ModelChoice,

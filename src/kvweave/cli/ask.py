@@ -300,7 +300,7 @@ def _unaudited(config: WeaveConfig) -> WeaveConfig:
 
 def _reuse(effective: EffectiveConfig, asked: AskArguments) -> tuple[str | None, float | None]:
     """Strategy and ratio, judged. A --ratio goes before what a file or a variable says."""
-    from kvweave.app.question import PLAIN_REUSES, parse_reuse
+    from kvweave.app.answer.question import PLAIN_REUSES, parse_reuse
 
     reuse, ratio = parse_reuse(effective.config.quality.reuse)
     is_typed = "quality.reuse" in effective.flags

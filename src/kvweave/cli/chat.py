@@ -142,7 +142,7 @@ class Conversation:
         click.secho(f"answers are from {name or 'the model alone'}", dim=True, err=True)
 
     def _set_reuse(self, way: str) -> None:
-        from kvweave.app.question import parse_reuse
+        from kvweave.app.answer.question import parse_reuse
 
         parse_reuse(way or None)
         self._partner.reuse = way or None

@@ -85,7 +85,7 @@ class LocalPartner:
             before.close()
 
     def answer(self, messages: Said) -> Iterator[str]:
-        from kvweave.app.question import PLAIN_REUSES, parse_reuse
+        from kvweave.app.answer.question import PLAIN_REUSES, parse_reuse
 
         reuse, ratio = parse_reuse(self.reuse)
         sampling = self._weave.sampling(given(self._config.sampling))
@@ -152,7 +152,7 @@ class RemotePartner:
         self.kb = name
 
     def answer(self, messages: Said) -> Iterator[str]:
-        from kvweave.app.question import parse_reuse
+        from kvweave.app.answer.question import parse_reuse
 
         fields: dict[str, Any] = {"explain": True, **given(self._config.sampling)}
         if self.reuse is not None:

@@ -28,7 +28,7 @@ from kvweave.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvweave.app.library.kv_sync import KVSync
-    from kvweave.app.runtime import ModelRuntime
+    from kvweave.app.library.runtime import ModelRuntime
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
     from kvweave.ingest.report import Skipped
@@ -305,7 +305,7 @@ def _encoding(
             yield None, sync, _not_known
         return
     from kvweave.app.library.library_kv import KVOptions, LibraryKV
-    from kvweave.app.runtime import ModelRuntime
+    from kvweave.app.library.runtime import ModelRuntime
 
     runtime = ModelRuntime.open(config.model)
     options = KVOptions.of(config)

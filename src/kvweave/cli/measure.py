@@ -32,7 +32,7 @@ def command(renew: bool, as_json: bool, effective: EffectiveConfig) -> None:
     """
     from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
     from kvweave.app.library.library_kv import CODEC
-    from kvweave.app.runtime import ModelRuntime
+    from kvweave.app.library.runtime import ModelRuntime
 
     runtime = ModelRuntime.open(with_model(effective.config).model)
     codec = effective.config.store.codec or CODEC

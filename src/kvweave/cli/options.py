@@ -219,7 +219,7 @@ reuse_option = config_option(
 
 def configured_options(config: WeaveConfig) -> dict[str, Any]:
     """The options of a question that a configuration has, by their names."""
-    from kvweave.app.question import CONFIGURED
+    from kvweave.app.answer.question import CONFIGURED
 
     return {name: config.value(key) for name, key in CONFIGURED.items()}
 

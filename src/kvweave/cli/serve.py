@@ -301,11 +301,11 @@ def make_origins(server: ServerSettings) -> "OriginRules":
 def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig":
     """Where knowledge bases are: under the root, and at `folders` as --kb names them. Where those
     are named and no root is, none but those can be reached or made."""
+    from kvweave.app.answer.question import QuestionDefaults
     from kvweave.app.answer.settings import SpeculationConfig
     from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-    from kvweave.app.question import QuestionDefaults
     from kvweave.corpus.parsers import ParseLimits
 
     host: dict[str, Any] = {}

@@ -10,11 +10,10 @@ from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.question import ChatOptions, KVTransfer, PlainOptions, Question
+from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import ChatOptions, KVTransfer, PlainOptions, Question
-from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.config import GatewaySettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import read_settings

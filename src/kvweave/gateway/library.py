@@ -6,13 +6,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvweave.app.answer.answer_stream import PieceStream
+from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
 from kvweave.app.library.retries import Retries
 from kvweave.app.library.stored_kv import KV_FOLDER
-from kvweave.app.question import Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError
 from kvweave.gateway.removals import EngineMemory

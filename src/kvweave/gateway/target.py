@@ -10,8 +10,9 @@ from typing import Any
 
 from kvweave.app.answer.answerer import Answerer
 from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.question import AUTO, PLAIN_REUSES, Question
 from kvweave.app.answer.search_pace import PrefillPace
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.answer.stages import (
     Asked,
     LaidOut,
@@ -22,8 +23,6 @@ from kvweave.app.answer.stages import (
     TurnOpening,
 )
 from kvweave.app.answer.talk import Talk
-from kvweave.app.question import AUTO, PLAIN_REUSES, Question
-from kvweave.app.sampling_defaults import SamplingDefaults
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.sampling import Sampling

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from kvweave.app.answer.kept_answers import NoSuchAnswer
-from kvweave.app.answer.tree_view import NoSuchNode
+from kvweave.app.libraries.cache_view import NoSuchNode
 from kvweave.app.libraries.libraries import (
     AllInUse,
     InUse,

@@ -11,8 +11,7 @@ import pytest
 from kvweave import Weave
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.document_memory import DocumentMemoryConfig
-from kvweave.app.question import QuestionDefaults
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
 from kvweave.config import LibrarySettings, QualitySettings
 from kvweave.corpus.settings import read_settings

@@ -8,9 +8,9 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.question import Question
 from kvweave.app.answer.recognised import SaidBefore, conversation_name
 from kvweave.app.answer.talk import Talk
-from kvweave.app.question import Question
 from kvweave.app.weave import Sampling
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import PastMessage

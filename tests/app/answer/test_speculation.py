@@ -15,7 +15,7 @@ from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvweave import Weave
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.audit import auditor
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.auditor import AuditConfig, Auditor, AuditSampler
-from kvweave.app.question import QuestionDefaults
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.trials import TrialScore, judge
 from kvweave.config import QualitySettings

@@ -20,8 +20,7 @@ from kvweave.app.auto.facts import (
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.tier_probes import STALE_S
 from kvweave.app.library.kv_behind import PreambleKey
-from kvweave.app.question import CONFIGURED, Question, QuestionDefaults
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer
 from kvweave.cli.plan_view import plan_document
 from kvweave.config import WeaveConfig, known_keys

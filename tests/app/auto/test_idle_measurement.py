@@ -9,7 +9,7 @@ import pytest
 from kvweave.app.auto.idle_measurement import IdleMeasurement
 from kvweave.app.auto.machine_profile import Measurement, find_machine
 from kvweave.app.library.library_kv import CODEC
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.plan.profile import MachineProfile
 from worlds.auto import World, model, world
 

@@ -1,7 +1,7 @@
 """What is told of the quality of reuse: curves, gate, audit. Looking changes nothing."""
 
 from kvweave import Weave
-from kvweave.app.auto.quality_view import quality_of
+from kvweave.app.libraries.quality_view import quality_of
 from kvweave.reasons import Reason
 from worlds.auto import World, model, weave, world
 

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import pytest
 
+from kvweave.app.answer.question import SpeculationMode
 from kvweave.app.answer.settings import SpeculationConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import SpeculationMode
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.app.weave import Sampling
 from kvweave.calibrate.profiles import user_path
 from kvweave.errors import RequestError

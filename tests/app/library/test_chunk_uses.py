@@ -1,6 +1,6 @@
 """How often chunks were in prompts: counted, ranked, bounded."""
 
-from kvweave.app.library.chunk_uses import ChunkUses
+from kvweave.app.answer.settings import ChunkUses
 from kvweave.types import ChunkId
 
 

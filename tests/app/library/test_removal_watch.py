@@ -16,7 +16,7 @@ from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, TextSource
 from kvweave.app.library.kv_sync import KVSync, remove_with_kv
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase

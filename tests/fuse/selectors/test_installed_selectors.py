@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.app.question import Question, parse_reuse
+from kvweave.app.answer.question import Question, parse_reuse
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse import strategy
 from kvweave.fuse.strategy import ModelFacts, known_names, open_strategy

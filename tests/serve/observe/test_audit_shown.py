@@ -5,10 +5,10 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import QuestionDefaults
 from kvweave.app.weave import Weave
 from kvweave.config import QualitySettings
 from worlds.serving import serving, user

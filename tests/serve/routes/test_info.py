@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 
 import kvweave
+from kvweave.app.answer.question import PLAIN_REUSES, REUSES
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.app.question import PLAIN_REUSES, REUSES
 from kvweave.app.weave import Weave
 from kvweave.demo import PASSAGES, SHOWN, read_questions
 from kvweave.serve.auth import parse_keys

@@ -5,13 +5,13 @@ from typing import Generic
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.asking import Asker
 from kvweave.app.answer.citations import CitedAnswer
+from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.sources import RetrievedChunk
 from kvweave.app.answer.speculation import Speculation
 from kvweave.app.answer.stages import Asked, Found, LaidOut, P, R, Submitted, Target
 from kvweave.app.answer.submitting import lay_out, submit
 from kvweave.app.answer.tool_answer import ToolAnswer
-from kvweave.app.question import Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import SearchOptions
 from kvweave.errors import ConfigError

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvweave.app.answer.question import Question
 from kvweave.app.answer.recognised import conversation_name
 from kvweave.app.answer.rewriting import SAMPLING, read_rewritten, rewriting_messages
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.answer.stages import Asked, Target
 from kvweave.app.answer.tool_answer import tool_sampling
-from kvweave.app.question import Question
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.text.prompt import past_messages
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.question import KVTransfer, PlainOptions, Question
 from kvweave.app.answer.router import Router
 from kvweave.app.answer.search_pace import PrefillPace
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.answer.stages import (
     Asked,
     LaidOut,
@@ -29,9 +30,7 @@ from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.document_memory import DocumentMemory
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
-from kvweave.app.question import KVTransfer, PlainOptions, Question
-from kvweave.app.runtime import ModelRuntime
-from kvweave.app.sampling_defaults import SamplingDefaults
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.plan.ordering import OrderPermission

@@ -18,9 +18,9 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from kvweave.app.answer.question import Question
 from kvweave.app.answer.talk import ChunkIds, Talk, digest_of
 from kvweave.app.library.kv_maker import IsGone
-from kvweave.app.question import Question
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.text.prompt import PastMessage
 

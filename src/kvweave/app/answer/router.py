@@ -16,14 +16,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.question import AUTO, Question
 from kvweave.app.answer.settings import NO_LIBRARY
 from kvweave.app.answer.stages import Planned
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, PreambleKey
-from kvweave.app.question import AUTO, Question
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.strategy import (

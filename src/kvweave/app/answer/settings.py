@@ -1,32 +1,36 @@
 """What holds for all answers of one Weave, or of one gateway."""
 
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar, get_args
 
 from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.answer.search_pace import Paces
 from kvweave.app.audit.auditor import AuditConfig
-from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.library.library_kv import CODEC
-from kvweave.app.question import QuestionDefaults, SpeculationMode
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
-from kvweave.errors import ConfigError
+from kvweave.engine.sampling import Sampling
+from kvweave.errors import ConfigError, ModelCorrupt, RequestError
+from kvweave.model.files.generation import FILE, unless_greedy
 from kvweave.text.prompt import SYSTEM
+from kvweave.types import ChunkId
 
 NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
 T = TypeVar("T")
+MOST_COUNTED = 100_000  # chunks with a count; beyond that the rarest half starts anew
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """When prompts are computed before the search for their chunks is over."""
 
-    mode: SpeculationMode = (
-        "auto"  # "on" guesses at every stage, "auto" where it is expected to gain time
-    )
+    # "on" guesses at every stage, "auto" where it is expected to gain time
+    mode: SpeculationMode = "auto"
     # no guess begins while so many prompts are to be computed; None: as many as the target takes
     max_prefill_bs: int | None = None
 
@@ -45,8 +49,62 @@ class LookUp(Protocol):
 
 
 def at_once(search: Callable[[], T], /) -> T:
-    """On the thread that asks."""
+    """Run a search on the thread that asks."""
     return search()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """How answers are drawn where a request does not say it. Raises ModelCorrupt for a model whose
+    own values cannot be.
+
+    request > configuration > the model's generation_config.json > built in
+    """
+
+    configured: Mapping[str, Any] = field(default_factory=dict)  # by the user
+    of_model: Mapping[str, Any] = field(default_factory=dict)  # by its makers: `read_generation`
+
+    def __post_init__(self) -> None:
+        try:
+            Sampling(**self.of_model)
+        except RequestError as error:
+            raise ModelCorrupt(f"{FILE} of the model: {error}; correct the file") from error
+
+    def sampling(
+        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
+    ) -> Sampling:
+        """With what a request `asked` for. `built_in` stands behind everything else, in front of
+        the defaults of `Sampling`. Raises RequestError."""
+        chosen = {**self.configured, **(asked or {})}
+        of_model = unless_greedy(self.of_model, chosen.get("temperature"))
+        return Sampling(**{**(built_in or {}), **of_model, **chosen})
+
+
+class ChunkUses:
+    """How often each chunk of a knowledge base was in a prompt, since the process began. Any
+    thread; nothing here waits."""
+
+    def __init__(self, most: int = MOST_COUNTED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._counts: Counter[ChunkId] = Counter()
+
+    def saw(self, chunk_ids: Sequence[ChunkId]) -> None:
+        """A prompt with these chunks was computed."""
+        with self._lock:
+            for chunk_id in chunk_ids:
+                self._counts[chunk_id] += 1
+            if len(self._counts) > self._most:
+                self._counts = Counter(dict(self._counts.most_common(self._most // 2)))
+
+    def count(self, chunk_id: ChunkId) -> int:
+        with self._lock:
+            return self._counts.get(chunk_id, 0)
+
+    def most(self, limit: int) -> list[tuple[ChunkId, int]]:
+        """The chunks that were in most prompts, and in how many."""
+        with self._lock:
+            return self._counts.most_common(limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from kvweave.app.answer.guessing import Speculator, retrieve
 from kvweave.app.answer.notes import SEARCH, AnswerEvent
+from kvweave.app.answer.question import SpeculationMode
 from kvweave.app.answer.search_pace import MAX_STAGES
 from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.answer.stages import Asked, Found, Submitted, Target
 from kvweave.app.answer.submitting import submit
-from kvweave.app.question import SpeculationMode
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.reasons import Reason
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from kvweave.app.answer.notes import AnswerEvent, AnswerNotes
 from kvweave.app.answer.nothing_found import say_nothing_found
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, ChunkUses
 from kvweave.app.answer.stages import (
     Asked,
     Found,
@@ -22,7 +22,6 @@ from kvweave.app.answer.stages import (
     Target,
 )
 from kvweave.app.answer.talk import Talk
-from kvweave.app.library.chunk_uses import ChunkUses
 
 
 def submit(

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from kvweave.app.answer.guessing import GuessFigures
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from kvweave.app.audit.figures import SURE, AuditFigures, evidence_above, evidence_of_flips
 from kvweave.app.library.library import Library
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.calibrate.gate import MAX_FLIPS
 from kvweave.corpus.disk_files import atomic_file
 from kvweave.metrics import Metrics

@@ -22,7 +22,7 @@ import torch
 
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.figures import AuditNote
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.calibrate.trials import judge
 from kvweave.config import QualitySettings
 from kvweave.engine.request import EngineRequest, Ticket

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from kvweave.app.auto.machine_profile import Measurement, profile_path, save
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.plan.profile import MachineProfile

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from kvweave.app.auto.idle_measurement import IdleMeasurement
 from kvweave.app.auto.machine_profile import find_machine, new_machine, profile_path, save
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.errors import ConfigError
 from kvweave.fuse.strategy import ModelFacts

@@ -19,18 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.question import QuestionDefaults, check_order
 from kvweave.app.answer.search_pace import Paces, PrefillPace, SearchPace
-from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings, ChunkUses, SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
 from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
-from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.app.question import QuestionDefaults, check_order
 from kvweave.config import ServerSettings
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.disk_files import disk_trouble

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from kvweave.app.answer.settings import ChunkUses
 from kvweave.app.hosts import LibraryHost
-from kvweave.app.library.chunk_uses import ChunkUses
 from kvweave.corpus.catalogue import DocumentInfo as DocumentInfo
 from kvweave.corpus.cuts import section_title as section_title  # for those who show chunks
 from kvweave.corpus.search import SearchOptions

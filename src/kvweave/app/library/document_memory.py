@@ -11,7 +11,7 @@ from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
 from kvweave.app.library.promotion import ChunkPromotion
-from kvweave.app.runtime import ModelRuntime
+from kvweave.app.library.runtime import ModelRuntime
 from kvweave.config import StoreSettings
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation

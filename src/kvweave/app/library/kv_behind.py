@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.promotion import ChunkPromotion
-from kvweave.app.runtime import EngineClient
+from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import Prefix

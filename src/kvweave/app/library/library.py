@@ -18,8 +18,8 @@ from kvweave.app.library.kv_sync import SyncJob, remove_documents
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.library.removal_watch import RemovalWatch
+from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.app.library.stored_kv import KV_FOLDER
-from kvweave.app.runtime import EngineClient, ModelRuntime
 from kvweave.config import LibrarySettings
 from kvweave.corpus.bert_encoder import EncoderWeights
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.kept_answers import KeptAnswer
+from kvweave.app.answer.question import PLAIN_REUSES, ChatOptions, Question
 from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
-from kvweave.app.question import PLAIN_REUSES, ChatOptions, Question
 from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.context import Context

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request, Response
 from kvweave.app.answer.answer_stream import WatchedTokens
 from kvweave.app.answer.comparison import WATCHED, is_comparable, measure_quality
 from kvweave.app.answer.kept_answers import KeptAnswer
-from kvweave.app.question import PLAIN_REUSES
+from kvweave.app.answer.question import PLAIN_REUSES
 from kvweave.app.weave import Answer
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.auth import tenant_of

@@ -6,6 +6,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from kvweave import __version__
+from kvweave.app.answer.question import TOP_K
 from kvweave.app.dial import offered_dial, offered_ways
 from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import (
@@ -16,7 +17,6 @@ from kvweave.app.libraries.libraries import (
     OnProgress,
 )
 from kvweave.app.libraries.sample import NAME, sample_documents, sample_questions
-from kvweave.app.question import TOP_K
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from kvweave.app.question import KVTransfer
+from kvweave.app.answer.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
 from kvweave.serve.context import Context
 from kvweave.serve.errors import ApiError, quoted

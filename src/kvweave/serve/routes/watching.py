@@ -5,11 +5,10 @@ from functools import partial
 
 from fastapi import APIRouter, Request
 
-from kvweave.app.answer.tree_view import tree_lines
-from kvweave.app.auto.quality_view import quality_of
 from kvweave.app.hosts import LocalModel
-from kvweave.app.libraries.cache_view import evictions, misses, tier_lines, titles
+from kvweave.app.libraries.cache_view import evictions, misses, tier_lines, titles, tree_lines
 from kvweave.app.libraries.libraries import check_name
+from kvweave.app.libraries.quality_view import quality_of
 from kvweave.serve.auth import client_of, tenant_of
 from kvweave.serve.context import Context
 from kvweave.serve.observe.memory import resident_bytes

@@ -11,7 +11,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.question import ANY_OBJECT, MOST_TOOLS
+from kvweave.app.answer.question import ANY_OBJECT, MOST_TOOLS
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
     MOST_DOCUMENTS,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.question import MOST_TOOLS, TOOL_CHOICES
+from kvweave.app.answer.question import MOST_TOOLS, TOOL_CHOICES
 from kvweave.app.weave import ToolCall
 from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
 
