@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvweave import Weave
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.library.runtime import ModelRuntime

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
+from kvweave.app.answer.question import CONFIGURED, Question, QuestionDefaults
 from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
 from kvweave.app.auto.facts import (
     CalibratedGate,
