@@ -70,13 +70,13 @@ ROOMS: dict[str, set[str]] = {
         *("app/audit", "app/library", "app/auto"),
     },
     "app/libraries": {
-        *("corpus", "demo", "ingest", "kv/format", "plan", "app", "app/answer", "app/audit"),
-        "app/library",
+        *("demo", "corpus", "kv/format", "kv/tree", "fuse/encode", "ingest", "plan"),
+        *("calibrate", "app", "app/library", "app/auto", "app/audit", "app/answer"),
     },
     "serve": {"app", "app/answer", "app/libraries"},
     "gateway": {
-        *("text", "corpus", "ingest", "model/files", "kv", "kv/tiers", "kv/tree", "plan", "engine"),
-        *("app", "app/answer", "app/library"),
+        *("text", "corpus", "model/files", "kv", "kv/tiers", "kv/tree", "ingest", "plan"),
+        *("engine", "app/library", "app/answer"),
     },
     "hosts/vllm": {
         *("text", "corpus", "kernels", "model", "model/files", "kv", "kv/format"),
