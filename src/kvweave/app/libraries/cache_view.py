@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from kvweave.app.hosts import LibraryHost, LocalModel
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.kv.format.keys import tag_of
 from kvweave.errors import RequestError
+from kvweave.kv.format.keys import tag_of
 from kvweave.kv.tree import KnowledgeTree
 from kvweave.kv.tree.node import DEVICE, HOST, Node
 from kvweave.types import ChunkId
