@@ -37,7 +37,8 @@ from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, LoadCo
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig

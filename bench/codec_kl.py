@@ -23,8 +23,9 @@ from rich.table import Table
 
 from common.files import read_jsonl
 from common.results import finish, result_header
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.fuse import fuse
+from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch

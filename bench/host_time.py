@@ -27,15 +27,17 @@ from torch import Tensor
 from common.results import finish, result_header
 from common.shapes import random_decoder
 from kvweave.fuse import fuse, fused_pass, prefill
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.needs import Needs
+from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.request import ChunkSpan, PromptChunk
 from kvweave.fuse.selectors import query_attention
 from kvweave.fuse.selectors.query_attention import QueryAttention
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import LayerTransfer
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.fuse.transfer import own, pipeline
 from kvweave.fuse.transfer.groups import taking_order
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.fuse.transfer.ring import Ring
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
@@ -196,7 +198,7 @@ def long_prompt(
 
     def once(strategy: Strategy, ratio: float) -> None:
         with prefill.StoredPrompt(SPEC.num_layers, chunks, store, strategy) as stored:
-            stored.prefill(decoder, frame, kv, ratio)
+            stored.prefill(decoder, frame, OwnRoom(kv), ratio)
 
     return once
 

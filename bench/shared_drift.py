@@ -27,7 +27,8 @@ from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig

@@ -36,8 +36,8 @@ from common.results import finish, read_results, result_header
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import classify
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.stitched import stitch
-from kvweave.fuse.strategy import open_strategy
 from kvweave.fuse.transfer.groups import taking_order
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kv.format.keys import ChunkKey

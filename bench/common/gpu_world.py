@@ -12,7 +12,8 @@ from kvweave.fuse.encode.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 

@@ -29,6 +29,7 @@ from common.results import finish, result_header, versions
 from common.shapes import SHAPES
 from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from ttft.cuda import MODES
@@ -67,7 +68,7 @@ def one_pass(
         kv = world.decoder.new_kv(world.prompt_tokens(size))
         with StoredPrompt(world.spec.num_layers, chunks, store, strategy) as stored:
             frame = PromptFrame(world.preamble, world.question)
-            done = stored.prefill(world.decoder, frame, kv, ratio)
+            done = stored.prefill(world.decoder, frame, OwnRoom(kv), ratio)
         int(done.logits.argmax())
 
     return run

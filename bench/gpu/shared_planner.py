@@ -24,7 +24,8 @@ from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.residency import Residency

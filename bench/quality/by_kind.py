@@ -36,7 +36,8 @@ from kvweave.calibrate.measure import ORDER, CaseOutcomes, Outcome, Setting, mea
 from kvweave.calibrate.questions import make_case, repeat_ids
 from kvweave.calibrate.trials import TrialScore
 from kvweave.fuse.encode.contexts import context_filler, parse_variant
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM, split_template

@@ -12,9 +12,10 @@ from kvweave.fuse.encode.anchors import (
     kvzip_scores,
     pack_anchors,
 )
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
 from kvweave.fuse.encode.extras import INTER, inter_attention
+from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import Scene, ranked_positions
+from kvweave.fuse.selector import Scene, ranked_positions
 from kvweave.fuse.strategy import Strategy
 from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import causal_column_mass, column_scores

@@ -12,13 +12,14 @@ from kvweave.fuse.encode.chunk_pass import encode_chunks
 from kvweave.fuse.encode.contexts import ISOLATED, Variant, parse_variant
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import FuseRequest, budget, classify
-from kvweave.fuse.selectors.base import Scene, ranked_positions, top_positions
+from kvweave.fuse.selector import Scene, ranked_positions, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.kvshare import KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched, stitch
-from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder

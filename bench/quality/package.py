@@ -28,7 +28,8 @@ from kvweave.calibrate.measure import ORDER, Setting
 from kvweave.calibrate.profiles import Profile, load_profile, save_profile
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM, split_template

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.results import finish, result_header
-from kvweave.fuse.strategy import NEEDS_PROFILE
+from kvweave.fuse.selectors.strategies import NEEDS_PROFILE
 from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from quality.data import Question, read_questions

@@ -26,7 +26,8 @@ from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore

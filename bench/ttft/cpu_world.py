@@ -25,7 +25,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.config import EngineConfig
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
-from kvweave.fuse.strategy import NAMES, open_strategy
+from kvweave.fuse.selectors.strategies import NAMES, open_strategy
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder

@@ -28,6 +28,7 @@ from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
@@ -206,7 +207,7 @@ class Runs:
                 num_layers = world.spec.num_layers
                 with StoredPrompt(num_layers, chunks, store, strategy) as stored:
                     frame = PromptFrame(world.preamble, world.question)
-                    done = stored.prefill(world.decoder, frame, kv, ratio)
+                    done = stored.prefill(world.decoder, frame, OwnRoom(kv), ratio)
                 int(done.logits.argmax())
                 at = done.record.stages
                 found = stages(at.load / 1e3, at.select / 1e3, at.compute / 1e3)

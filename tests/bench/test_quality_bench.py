@@ -12,7 +12,7 @@ import torch
 from kvweave.calibrate.trials import Trials
 from kvweave.fuse.encode.chunk_pass import encode_chunks
 from kvweave.fuse.encode.contexts import Variant
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
 from kvweave.kernels.rope import rotate
 from kvweave.model.rows import Rows
 from kvweave.text.prompt import Document, build_prompt

@@ -19,13 +19,15 @@ from kvweave.calibrate.encodings import (
 from kvweave.calibrate.measure import Setting, measure
 from kvweave.fuse.encode.anchors import unpack_anchors
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.encode.contexts import neighbour_prefix
 from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.protocol import Prefix
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import HostTierConfig, StoreConfig

@@ -15,7 +15,8 @@ from kvweave.calibrate.questions import Passage, QuestionRecord, repeat_ids
 from kvweave.calibrate.subject import Subject
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import filler_ids, parse_variant
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import open_kb

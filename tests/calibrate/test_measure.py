@@ -17,8 +17,9 @@ from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.calibrate.trials import TrialScore
 from kvweave.errors import ConfigError, ModelError
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import ComputedChunks
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.fuse.taper import Taper
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder

@@ -5,7 +5,8 @@ from itertools import product
 from kvweave.engine.chunk_loader import waits_outside
 from kvweave.engine.fused_prompts import runs_in_slices
 from kvweave.engine.request import LoadCost
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 
 
 def test_who_waits_for_bytes_while_others_are_computed() -> None:

@@ -15,7 +15,8 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.fuse import _best, _first_of
 from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget
-from kvweave.fuse.strategy import NAMES, ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import NAMES, open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey, KeyContext

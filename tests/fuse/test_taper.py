@@ -7,8 +7,9 @@ import torch
 
 from kvweave.fuse.drift import Mover, MoverRelay
 from kvweave.fuse.fuse import select_rows
+from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.selectors.weave import weave
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder

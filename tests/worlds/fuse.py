@@ -11,17 +11,20 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_anchors
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.prefill import Prefilled as StoredPrefill
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
+from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.request import FuseRequest, PromptChunk, classify
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
+from kvweave.fuse.selectors.strategies import NAMES, open_strategy
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched, stitch
-from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.fuse.taper import Taper
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey
@@ -201,7 +204,7 @@ def prefill_stored(
 ) -> StoredPrefill:
     """Prefill a prompt whose chunks are in a store."""
     with StoredPrompt(decoder.spec.num_layers, chunks, store, strategy) as stored:
-        return stored.prefill(decoder, frame, kv or decoder.new_kv(1), ratio)
+        return stored.prefill(decoder, frame, OwnRoom(kv or decoder.new_kv(1)), ratio)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.fuse.taper import Taper
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore

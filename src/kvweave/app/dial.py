@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from kvweave.app.answer.question import REUSES
 from kvweave.app.hosts import ModelHost
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.strategy import default_ratio
+from kvweave.fuse.selectors.strategies import default_ratio
 
 
 class DialPosition(NamedTuple):

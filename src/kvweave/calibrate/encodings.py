@@ -19,10 +19,10 @@ from kvweave.fuse.encode.anchors import (
     kvzip_scores,
     pack_anchors,
 )
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
 from kvweave.fuse.encode.extras import compute_extras
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey

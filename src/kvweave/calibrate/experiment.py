@@ -16,7 +16,7 @@ from kvweave.fuse.encode.chunk_encoder import Texts
 from kvweave.fuse.encode.context_room import Shortage, find_shortage
 from kvweave.fuse.encode.contexts import Variant, digest_ids
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.strategy import open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
 from kvweave.calibrate.trials import Trials
 from kvweave.errors import RequestError
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention, View
 from kvweave.fuse.stitched import stitch
 

@@ -375,7 +375,7 @@ def _encoding_of(kb_folder: Path | None) -> str:
 
 
 def _strategy_names(text: str) -> list[str]:
-    from kvweave.fuse.strategy import is_known, known_names
+    from kvweave.fuse.selectors.strategies import is_known, known_names
 
     names = _split(text)
     for name in names:

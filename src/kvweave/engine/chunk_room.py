@@ -9,9 +9,8 @@ import torch
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
 from kvweave.fuse.sources import LayerTransfer

@@ -35,7 +35,7 @@ from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
 from kvweave.engine.yielding import AHEAD
 from kvweave.errors import EngineClosed, RequestError
-from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.format.keys import ChunkKey

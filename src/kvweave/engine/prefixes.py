@@ -27,7 +27,7 @@ from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
 from kvweave.engine.tombstones import Tombstones
-from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.tree import (
     ChunkRef,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvweave.engine.sampling import Choice, Sampling, TokenConstraint
-from kvweave.fuse.encode.chunk_pass import Prefix
+from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.strategy import Strategy

@@ -13,12 +13,11 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, order_fusion
 from kvweave.fuse.prepared import Prepared, prepare
 from kvweave.fuse.probe import FrontView, begin_probe
 from kvweave.fuse.prompt_layers import PromptRoom
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Meanwhile
+from kvweave.fuse.protocol import FusionDecoder, Meanwhile, Prefix
 from kvweave.fuse.record import (
     ChunkRecord,
     FuseRecord,
@@ -31,7 +30,6 @@ from kvweave.fuse.request import FuseRequest, PromptChunk, classify
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.leases import Lease
@@ -100,7 +98,7 @@ class StoredPrompt:
     """The chunk KV of one prompt, leased and on its way. Close it, or use it as a context manager.
 
         with StoredPrompt(num_layers, chunks, store, strategy) as stored:
-            prefilled = stored.prefill(decoder, PromptFrame(preamble, question), kv, ratio)
+            prefilled = stored.prefill(decoder, PromptFrame(preamble, question), OwnRoom(kv), ratio)
 
     Made and waited for on any one thread, then handed to the thread of the pass: never two at once.
     """
@@ -167,10 +165,10 @@ class StoredPrompt:
         return self._transfer.has_extras() and all(map(self._transfer.is_ready, layers))
 
     def prefill(
-        self, decoder: FusionDecoder, frame: PromptFrame, kv: KVBuffer, ratio: float
+        self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom, ratio: float
     ) -> Prefilled:
-        """Prefill the prompt into a buffer of its own, as the strategy says."""
-        return self.order(decoder, frame, OwnRoom(kv), ratio).finish()
+        """Prefill the prompt into `room`, as the strategy says."""
+        return self.order(decoder, frame, room, ratio).finish()
 
     def order(
         self,

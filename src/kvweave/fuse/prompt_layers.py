@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.drift import Shift
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.sources import ChunkSource, LayerTransfer
 from kvweave.kernels.host import on_device

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import CodedPages
+from kvweave.kv.format.codec import LayerKV
 
 
 class Meanwhile(NamedTuple):
@@ -23,6 +24,13 @@ class Meanwhile(NamedTuple):
 
     scoring: Callable[[], None]  # rows are being scored; they are chosen next
     computing: Callable[[], None]  # the pass is ordered
+
+
+class Prefix(NamedTuple):
+    """What stands in front of a chunk while it is computed, ready to be attended to."""
+
+    token_ids: tuple[int, ...]
+    layers: tuple[LayerKV, ...]  # keys rotated to positions 0..; one per model layer
 
 
 class ModelShape(Protocol):

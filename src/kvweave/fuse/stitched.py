@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.pass_tables import PassTables
 from kvweave.fuse.prompt_layers import OwnLayers, PromptLayers
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.sources import ChunkSource
 from kvweave.kv.format.codec import LayerKV

@@ -30,7 +30,8 @@ from kvweave.errors import RequestError
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.fuse.taper import Taper
 from kvweave.kv.tiers.config import (
     DiskTierConfig,

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.app.auto.facts import StoredChunkPeek, strategy_info
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.load import load_decoder
 from kvweave.types import ChunkId

@@ -27,7 +27,8 @@ from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.request import PromptChunk, State
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.header import parse_header
 from kvweave.kv.format.keys import parse_key
 from kvweave.kv.residency import Residency

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_prefix
+from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.fuse.encode.contexts import (
     Variant,
     context_filler,
@@ -14,6 +14,7 @@ from kvweave.fuse.encode.contexts import (
     parse_variant,
     variant_name,
 )
+from kvweave.fuse.protocol import Prefix
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

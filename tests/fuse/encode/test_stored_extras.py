@@ -10,7 +10,9 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
@@ -110,5 +112,5 @@ def test_a_prompt_has_arrived_when_its_extras_have(decoder: Decoder, tmp_path: P
             stored.arrive()
             assert stored.has_arrived
             loaded = store.metrics.value("kv_bytes_loaded_total")
-            stored.prefill(decoder, PromptFrame(world.encoder.preamble, QUESTION), kv, 0.3)
+            stored.prefill(decoder, PromptFrame(world.encoder.preamble, QUESTION), OwnRoom(kv), 0.3)
             assert store.metrics.value("kv_bytes_loaded_total") == loaded, "nothing is awaited"

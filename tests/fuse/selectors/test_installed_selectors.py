@@ -10,8 +10,9 @@ import pytest
 
 from kvweave.app.answer.question import Question, parse_reuse
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse import strategy
-from kvweave.fuse.strategy import ModelFacts, known_names, open_strategy
+from kvweave.fuse.selectors import strategies
+from kvweave.fuse.selectors.strategies import known_names, open_strategy
+from kvweave.fuse.strategy import ModelFacts
 from kvweave.model.load import load_decoder
 from worlds.fuse import World, make_ids
 from worlds.tiny_models import make_model_folder
@@ -80,9 +81,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(target))
-        strategy._installed.cache_clear()
+        strategies._installed.cache_clear()
         yield target
-    strategy._installed.cache_clear()
+    strategies._installed.cache_clear()
 
 
 def test_a_selector_of_another_package_chooses_the_rows(tmp_path: Path) -> None:

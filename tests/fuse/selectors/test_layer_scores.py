@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import ContextPrefixes, FixedContext
 from kvweave.calibrate.trials import Trials
+from kvweave.fuse.selector import Scene
 from kvweave.fuse.selectors import query_attention
-from kvweave.fuse.selectors.base import Scene
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.stitched import stitch
 from kvweave.model.load import load_decoder

@@ -19,8 +19,8 @@ from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import budget
+from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
 from kvweave.fuse.selectors.controls import Random, Stride
@@ -28,10 +28,11 @@ from kvweave.fuse.selectors.epic import Epic
 from kvweave.fuse.selectors.prophetkv import prophetkv
 from kvweave.fuse.selectors.qcfuse import qcfuse
 from kvweave.fuse.selectors.query_attention import QueryAttention
+from kvweave.fuse.selectors.strategies import NAMES, open_strategy
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder

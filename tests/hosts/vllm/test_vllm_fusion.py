@@ -12,7 +12,9 @@ from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.strategy import ModelFacts, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ServedModel, identify
 from kvweave.kv.store import KVStore
@@ -55,7 +57,7 @@ class OwnPass:
         frame = PromptFrame(encoder.preamble, prompt.question, asked=prompt.asked)
         with StoredPrompt(num_layers, chunks, self._store, strategy) as stored:
             kv = self.decoder.new_kv(len(prompt.token_ids))
-            logits = stored.prefill(self.decoder, frame, kv, ratio).logits
+            logits = stored.prefill(self.decoder, frame, OwnRoom(kv), ratio).logits
         return logits.float().log_softmax(-1)
 
 

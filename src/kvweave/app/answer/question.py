@@ -13,7 +13,7 @@ from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.strategy import NAMES, is_known, known_names
+from kvweave.fuse.selectors.strategies import NAMES, is_known, known_names
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document

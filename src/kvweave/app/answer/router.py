@@ -26,13 +26,8 @@ from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, Pr
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.strategy import (
-    NEEDS_PROFILE,
-    ModelFacts,
-    Strategy,
-    chosen_ratio,
-    open_strategy,
-)
+from kvweave.fuse.selectors.strategies import NEEDS_PROFILE, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.plan.ordering import OrderPermission
 from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt

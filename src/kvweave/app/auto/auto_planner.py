@@ -33,7 +33,8 @@ from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.contexts import digest_ids
-from kvweave.fuse.strategy import ModelFacts, Strategy, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.preamble_view import TreeBehind
 from kvweave.plan.cost import CostModel

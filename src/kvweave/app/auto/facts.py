@@ -26,7 +26,8 @@ from kvweave.fuse.encode.contexts import ISOLATED
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.prefill import can_share
-from kvweave.fuse.strategy import NAMES, ModelFacts, Strategy, open_strategy
+from kvweave.fuse.selectors.strategies import NAMES, open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.format.codec import is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
 from kvweave.kv.format.keys import ChunkKey

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.request import bounds_of
 from kvweave.kernels.attention import attend
 from kvweave.kernels.column_scores import column_scores

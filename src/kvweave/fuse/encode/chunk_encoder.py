@@ -10,14 +10,7 @@ from typing import Protocol, TypeVar
 
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.anchors import REPEAT
-from kvweave.fuse.encode.chunk_pass import (
-    PASS_ROWS,
-    ChunkPass,
-    Prefix,
-    encode_prefix,
-    passes,
-    prefix_of,
-)
+from kvweave.fuse.encode.chunk_pass import PASS_ROWS, ChunkPass, encode_prefix, passes, prefix_of
 from kvweave.fuse.encode.contexts import (
     ISOLATED,
     context_filler,
@@ -28,7 +21,7 @@ from kvweave.fuse.encode.contexts import (
 from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.encode.save_log import SaveLog, Saves
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.kv.format.codec import LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key

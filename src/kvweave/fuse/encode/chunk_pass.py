@@ -10,12 +10,11 @@ Shapes: R rows of all chunks, Hk KV heads, D head dim.
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.request import bounds_of
 from kvweave.kernels.attention import attend
 from kvweave.kernels.rope import rotate
@@ -23,13 +22,6 @@ from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
 
 PASS_ROWS = 2048  # rows computed together: enough to keep the products busy, bounded in memory
-
-
-class Prefix(NamedTuple):
-    """What stands in front of a chunk while it is computed, ready to be attended to."""
-
-    token_ids: tuple[int, ...]
-    layers: tuple[LayerKV, ...]  # keys rotated to positions 0..; one per model layer
 
 
 def encode_prefix(decoder: FusionDecoder, token_ids: Sequence[int]) -> Prefix:

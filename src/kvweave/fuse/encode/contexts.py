@@ -22,8 +22,7 @@ from typing import NamedTuple
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_pass import Prefix
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.text.tokenizer import Tokenizer

@@ -19,8 +19,8 @@ from kvweave.fuse.encode.anchors import (
     pack_anchors,
     sink_scores,
 )
-from kvweave.fuse.encode.chunk_pass import Prefix, with_prefix
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.encode.chunk_pass import with_prefix
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.kernels.attention import attend
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.types import Segment

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from kvweave.fuse.encode.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
-from kvweave.fuse.encode.chunk_pass import Prefix, encode_chunks, passes
+from kvweave.fuse.encode.chunk_pass import encode_chunks, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix
+from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import DTYPES, LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk

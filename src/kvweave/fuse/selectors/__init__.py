@@ -1,8 +1,8 @@
-"""Selectors pick the rows to recompute: one file per published idea, one contract (`base.py`).
+"""Selectors pick the rows to recompute. Their contract is `fuse/selector.py`.
 
 Add a selector:
 
-1. Write `selectors/last_rows.py` over `Needs` (fuse/needs.py) and `Scene` (base.py):
+1. Write `selectors/last_rows.py` over `Needs` (fuse/needs.py) and `Scene` (fuse/selector.py):
 
        @dataclass(frozen=True, slots=True)
        class LastRows:
@@ -15,12 +15,12 @@ Add a selector:
                # for each count the last positions that may be chosen, ascending
                return [scene.hits[-count:] for count in counts]
 
-2. Name it in `_SELECTORS` of `fuse/strategy.py`, with its default ratio:
+2. Name it in `_SELECTORS` of `strategies.py`, with its default ratio:
    `"last-rows": (lambda _: LastRows(), 0.15),`. CLI, API and planner know it then, and
    `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
-   `Scene.note`, for the record, and go through `ranked_positions` of `base.py`, which breaks ties
-   and refuses NaN; `epic.py` is a whole example.
+   `Scene.note`, for the record, and go through `ranked_positions` of `fuse/selector.py`, which
+   breaks ties and refuses NaN; `epic.py` is a whole example.
 
 In a package of your own step 2 is an entry point instead, see docs/fusion.md.
 """

@@ -7,7 +7,7 @@ from kvweave.errors import RequestError
 from kvweave.fuse.encode.anchors import Anchors, extra_name, unpack_anchors, view_anchors
 from kvweave.fuse.probe import LaidContext
 from kvweave.fuse.protocol import Projected
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
+from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
 
 Signal = Literal["v", "k", "kv"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvweave.errors import RequestError
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import Scene, ranked_positions
+from kvweave.fuse.selector import Scene, ranked_positions
 
 
 @dataclass(frozen=True, slots=True)

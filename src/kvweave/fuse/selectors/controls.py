@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import Scene
+from kvweave.fuse.selector import Scene
 from kvweave.fuse.stitched import positions_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.selectors.base import InFlightChoice, Scene, top_positions
+from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import deviation, rows_of
 from kvweave.kernels.column_scores import causal_column_mass
 from kvweave.kernels.rope import rotate

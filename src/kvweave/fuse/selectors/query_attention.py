@@ -23,8 +23,8 @@ from kvweave.fuse.probe import (
 )
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State, bounds_of
+from kvweave.fuse.selector import Scene, ranked_positions, scores_of_hits
 from kvweave.fuse.selectors.anchor_view import AnchorView
-from kvweave.fuse.selectors.base import Scene, ranked_positions, scores_of_hits
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.prompt_layers import OwnLayers
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.pipeline import open_source

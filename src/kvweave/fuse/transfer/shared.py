@@ -6,9 +6,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
 from kvweave.fuse.shared_chunks import Filling, LayerScratch, PoolRoom, ScratchMemory, SharedLayers

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvweave.errors import RequestError
-from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.kv.format.keys import make_tag
 
 NAME = "kvweave"  # the one key of kv_transfer_params that is ours

@@ -13,7 +13,7 @@ from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.config import Flag, Key, StoreSettings, known_keys, load_config
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.strategy import is_known, known_names
+from kvweave.fuse.selectors.strategies import is_known, known_names
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.paths import home
 

@@ -15,11 +15,11 @@ from collections import OrderedDict
 from typing import Any
 
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.fuse.encode.chunk_pass import Prefix
 from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
-from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.fuse.request import PromptChunk
+from kvweave.fuse.transfer.own import OwnRoom
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
@@ -134,7 +134,7 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
-            record = stored.prefill(self._decoder, frame, kv, wish.ratio).record
+            record = stored.prefill(self._decoder, frame, OwnRoom(kv), wish.ratio).record
         self._write(order, kv)
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:

@@ -91,6 +91,9 @@ class InFlightChoice(Protocol):
         ...
 
 
+AnySelector = Selector | InFlightSelector
+
+
 def top_positions(scores: Tensor, positions: Tensor, count: int) -> Tensor:
     """The `count` positions with the highest scores, ascending; ties to the smaller position.
 
