@@ -280,7 +280,7 @@ QUOTED = [
             "the tier rests ({:g} s, doubling to a minute)",
             "kv.tiers.config:StoreConfig().breaker_rest_s",
         ),
-        ("doubling to a minute", "kv.breaker:_LONGEST_REST_S == 60"),
+        ("doubling to a minute", "kv.tier_slot:_LONGEST_REST_S == 60"),
         ("`remote_budget_s` ({:g} s)", "kv.tiers.config:StoreConfig().remote_budget_s"),
         ("`local_budget_s` ({:g} s)", "kv.tiers.config:StoreConfig().local_budget_s"),
         ("after `write_deadline_s` ({:g} s)", "kv.tiers.config:StoreConfig().write_deadline_s"),

@@ -28,7 +28,7 @@ from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import KeyContext
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import CostModel

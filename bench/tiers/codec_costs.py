@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 
 from common.measuring import alternate
-from kvweave.kv.format.checksum import ALGORITHM, checksum_of
 from kvweave.kv.format.codec import CODECS, DTYPES, Codec, LayerKV, open_codec
-from kvweave.kv.format.header import LayerShape
+from kvweave.kv.format.header import ALGORITHM, LayerShape, checksum_of
 
 
 def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from kvweave.kv.format.checksum import ALGORITHM
 from kvweave.kv.format.codec import DTYPES, LayerKV
+from kvweave.kv.format.header import ALGORITHM
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
 from kvweave.kv.store import KVStore

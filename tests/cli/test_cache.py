@@ -18,7 +18,7 @@ from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import DiskTierConfig, RedisTierConfig
 from kvweave.kv.tiers.disk import DiskReader, DiskTier
-from kvweave.kv.tiers.quarantine import Quarantine
+from kvweave.kv.tiers.disk_files import Quarantine
 from worlds.kv import CHUNK_BYTES, make_chunk, make_context, make_key
 
 

@@ -24,7 +24,7 @@ from kvweave.kv.tiers.config import (
     HostTierConfig,
     StoreConfig,
 )
-from kvweave.kv.tiers.durable_files import DurableFiles
+from kvweave.kv.tiers.disk_files import DurableFiles
 from kvweave.reasons import Reason
 from worlds.running import Ran, Run
 from worlds.tiny_corpus import WordEmbedder

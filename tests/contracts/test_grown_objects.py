@@ -9,8 +9,8 @@ from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.format.header import HEAD_BYTES, Section, seal_header
 from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import PackedChunk, read_header, verify_object
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import Tier
 from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk import DiskTier

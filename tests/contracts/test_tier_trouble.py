@@ -15,7 +15,7 @@ from kvweave.errors import ConfigError, TierCorrupt, TierError
 from kvweave.kv.format.keys import ChunkKey, KeyContext, context_of
 from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import verify_object
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import (
     DiskTierConfig,
@@ -26,9 +26,9 @@ from kvweave.kv.tiers.config import (
     StoreConfig,
 )
 from kvweave.kv.tiers.disk import DiskTier
+from kvweave.kv.tiers.disk_files import Quarantine
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.host import HostTier
-from kvweave.kv.tiers.quarantine import Quarantine
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
 from worlds.kv import CHUNK_BYTES, make_chunk, make_key

@@ -21,7 +21,7 @@ from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey, KeyContext
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer

@@ -23,10 +23,9 @@ from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.memory import new_memory
 from kvweave.kv.format.objects import pack_chunk
-from kvweave.kv.leases import Lease
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
-from kvweave.kv.transfers import Transfer
+from kvweave.kv.transfers import Lease, Transfer
 from kvweave.model.load import load_decoder
 from worlds.fuse import SELECTING, World, make_ids, prefill_stored
 from worlds.tiny_models import make_model_folder

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.kv.breaker import Breaker
+from kvweave.kv.tier_slot import Breaker
 
 
 def test_a_breaker_opens_after_failures_probes_once_and_doubles_its_rest() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import verify_object
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk import DiskTier

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import TierError
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer

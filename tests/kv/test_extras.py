@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.format.header import ALIGN
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvweave.kv.io_pool import IoPool
+from kvweave.kv.tier_slot import IoPool
 
 
 def test_a_pool_whose_threads_hang_says_for_how_long() -> None:

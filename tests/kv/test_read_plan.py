@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvweave.kv.arrival_reads import ReadingOrder, plan_spans
 from kvweave.kv.format.header import ALIGN
-from kvweave.kv.read_plan import ReadingOrder, plan_spans
 from worlds.kv import make_chunk
 
 

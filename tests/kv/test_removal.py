@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.provenance import CHUNK as WHOSE

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.kv.inventory import OpenTier
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import StoredObject, open_tier
 from kvweave.kv.tiers.config import FaultPlan, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier

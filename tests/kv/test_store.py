@@ -11,9 +11,9 @@ import pytest
 
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory, new_memory
-from kvweave.kv.inventory import OpenTier
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.kv.format.header import ALIGN
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
 from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig

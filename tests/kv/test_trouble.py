@@ -9,10 +9,9 @@ import pytest
 from kvweave.errors import TierError
 from kvweave.fuse.encode.save_log import SaveLog
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
-from kvweave.kv.inventory import OpenTier, make_slot
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Locator, Residency
 from kvweave.kv.store import KVStore
-from kvweave.kv.tier_lookup import Locator
+from kvweave.kv.tier_slot import OpenTier, make_slot
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier

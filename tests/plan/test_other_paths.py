@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.kv.tree.preamble_view import TreeBehind
+from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import ChunkId
 from worlds.tree import World, refs

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
-from kvweave.kv.tree.preamble_view import TreeBehind
+from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.inputs import PromptShape, Verdict
 from kvweave.plan.layout import Stored

@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.header import ALIGN
+from kvweave.kv.format.header import ALIGN, Buffer
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
+from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import Reader, Tier, open_tier
 from kvweave.kv.tiers.config import StoreConfig
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.runtime import ModelRuntime
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder

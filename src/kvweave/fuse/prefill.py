@@ -32,9 +32,8 @@ from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.format.codec import is_lossless
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.leases import Lease
 from kvweave.kv.store import KVStore
-from kvweave.kv.transfers import Transfer
+from kvweave.kv.transfers import Lease, Transfer
 from kvweave.reasons import Reason
 
 M = TypeVar("M", OrderedFusion, Prepared)

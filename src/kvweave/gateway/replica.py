@@ -6,7 +6,7 @@ from kvweave.config import GatewaySettings
 from kvweave.gateway.cards import UpstreamCard
 from kvweave.gateway.connections import Connections, Exchange
 from kvweave.gateway.mirror import Mirror
-from kvweave.kv.breaker import Breaker
+from kvweave.kv.tier_slot import Breaker
 
 
 class ReplicaHealth(StrEnum):

@@ -17,7 +17,6 @@ from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
-from kvweave.kv.read_plan import ReadSpan
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.reasons import Reason
 
@@ -258,12 +257,12 @@ class Arrival:
         self._num_active -= 1
         self._progress_s = time.monotonic()
 
-    def show(self, span: ReadSpan) -> None:
-        """Show that these layers are in memory and checked. The lock is held."""
-        self._ready[span.first : span.end] = [True] * (span.end - span.first)
+    def show(self, first: int, end: int) -> None:
+        """Show that layers [first, end) are in memory and checked. The lock is held."""
+        self._ready[first:end] = [True] * (end - first)
         self.ended_s = self._progress_s = time.monotonic()
         # a thread that waits for another layer would only take a core from the readers to find out
-        if any(span.first <= layer < span.end for layer in self._awaited):
+        if any(first <= layer < end for layer in self._awaited):
             self.changed.notify_all()
 
     def show_extra(self) -> None:

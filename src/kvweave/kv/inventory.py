@@ -12,19 +12,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
-from kvweave.errors import TierError
-from kvweave.kv.breaker import Breaker
 from kvweave.kv.format.keys import ChunkKey, ContextId, context_of
-from kvweave.kv.io_pool import IoPool
-from kvweave.kv.policies import ItemUsage, UsageRecord, open_policy
+from kvweave.kv.policies import ItemUsage, UsageRecord
 from kvweave.kv.provenance import Provenance
 from kvweave.kv.tier_budget import TierBudget, TierEntry
-from kvweave.kv.tiers import Tier, open_tier
-from kvweave.kv.tiers.config import StoreConfig
+from kvweave.kv.tier_slot import TierSlot
 from kvweave.kv.tiers.host import HostTier
 from kvweave.metrics import Metrics
 
@@ -42,71 +36,6 @@ class StoreEviction(NamedTuple):
     tier: str
     key: ChunkKey
     size_bytes: int
-
-
-class OpenTier(NamedTuple):
-    """A tier that is ready for use."""
-
-    tier: Tier
-    capacity_bytes: int | None  # None: a remote tier, which budgets and evicts by itself
-
-
-@dataclass(slots=True, eq=False)
-class TierSlot:
-    """One tier in use: the tier itself, its threads, its breakers and its budget. Mutable parts
-    guard themselves, but for the budget: the inventory's lock does."""
-
-    tier: Tier
-    pool: IoPool
-    reads: Breaker
-    writes: Breaker
-    budget: TierBudget | None  # None: a remote tier, which budgets and evicts by itself
-    deadline_s: float  # a read that gives nothing for this long is a miss
-    patience_s: float  # what one request waits for this tier in all
-    is_booked: bool  # the books know what lay there before: else it is neither read nor written
-    unbooked_deletes: set[ChunkKey] = field(
-        default_factory=set
-    )  # tried until then, perhaps in vain
-
-    @property
-    def name(self) -> str:
-        return self.tier.name
-
-
-def open_tiers(cfg: StoreConfig, metrics: Metrics) -> list[OpenTier]:
-    """Open every tier that can be used. One that never will be (more host memory than there is) is
-    counted, named in the log with what to do about it, and left out: the store serves without it.
-    A folder or a server that does not answer now is opened all the same, see `stocktaking.py`."""
-    opened: list[OpenTier] = []
-    for tier_cfg in cfg.tiers:
-        try:
-            opened.append(OpenTier(open_tier(tier_cfg), tier_cfg.capacity_bytes))
-        except TierError as error:
-            log.warning("a tier is left out: %s", error)
-            metrics.count("kv_tier_errors_total", tier=tier_cfg.kind, verb="open")
-    return opened
-
-
-def make_slot(opened: OpenTier, cfg: StoreConfig, metrics: Metrics) -> TierSlot:
-    tier, capacity_bytes = opened
-    count_bug = partial(metrics.count, "kv_tier_errors_total", tier=tier.name, verb="bug")
-
-    def breaker(direction: str) -> Breaker:
-        what = f"{tier.name} {direction}"
-        return Breaker(what, cfg.breaker_failures, cfg.breaker_rest_s)
-
-    return TierSlot(
-        tier=tier,
-        pool=IoPool(tier.name, cfg.io_threads, count_bug),
-        reads=breaker("reads"),
-        writes=breaker("writes"),
-        budget=None
-        if capacity_bytes is None
-        else TierBudget(capacity_bytes, open_policy(cfg.policy)),
-        deadline_s=cfg.remote_deadline_s if tier.remote else cfg.local_deadline_s,
-        patience_s=cfg.remote_budget_s if tier.remote else cfg.local_budget_s,
-        is_booked=capacity_bytes is None or not tier.durable,  # no books, or nothing from before
-    )
 
 
 class UsageBook:

@@ -16,77 +16,18 @@ from kvweave.kv.arrival_reads import ArrivalReads
 from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import BufferPool, Memory
-from kvweave.kv.inventory import Inventory, TierSlot
-from kvweave.kv.leases import Holds, Lease, Pin
+from kvweave.kv.inventory import Inventory
+from kvweave.kv.lookup import Locator
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
-from kvweave.kv.tier_lookup import Locator
+from kvweave.kv.tier_slot import TierSlot
 from kvweave.kv.tiers.config import StoreConfig
-from kvweave.kv.transfers import HostChunk, Sources, Transfer
+from kvweave.kv.transfers import ActiveLoads, Holds, HostChunk, Lease, Pin, Sources, Transfer
 from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
-
-
-class ActiveLoads:
-    """What is on its way to host memory: one arrival per chunk that others may join, and which of
-    them leave a copy there. Plain bookkeeping: the inventory's lock is held in every call."""
-
-    def __init__(self) -> None:
-        self._joinable: dict[ChunkKey, ArrivalReads] = {}
-        self._keepable: set[Arrival] = set()  # the chunk was not deleted since they began
-
-    def get(self, key: ChunkKey) -> ArrivalReads | None:
-        """Return the arrival of a chunk that others may join."""
-        return self._joinable.get(key)
-
-    def add(self, reads: ArrivalReads, *, is_kept: bool) -> None:
-        """Others may join it; `is_kept`: what it brings may stay in host memory."""
-        self._joinable[reads.arrival.key] = reads
-        if is_kept:
-            self._keepable.add(reads.arrival)
-
-    def shut(self, arrival: Arrival) -> None:
-        """No other load joins it any more: the next request looks afresh."""
-        reads = self._joinable.get(arrival.key)
-        if reads is not None and reads.arrival is arrival:
-            del self._joinable[arrival.key]
-
-    def keeps(self, arrival: Arrival) -> bool:
-        return arrival in self._keepable
-
-    def end(self, arrival: Arrival) -> None:
-        """Forget an arrival whose memory goes."""
-        self._keepable.discard(arrival)
-
-    def disown(self, key: ChunkKey) -> None:
-        """A chunk is deleted: what is under way serves its leases and is not kept."""
-        self._joinable.pop(key, None)
-        self._keepable = {a for a in self._keepable if a.key != key}
-
-    def disown_all(self) -> None:
-        """Keep nothing of what is under way: any of these chunks may be the deleted one."""
-        self._joinable.clear()
-        self._keepable.clear()
-
-    def tier_of(self, key: ChunkKey) -> str | None:
-        """Where a chunk that is on its way comes from."""
-        reads = self._joinable.get(key)
-        return None if reads is None else reads.arrival.tier_name
-
-    def pending_bytes(self) -> dict[str, int]:
-        """Bytes on their way to host memory, by the tier they come from."""
-        pending: dict[str, int] = {}
-        for reads in self._joinable.values():
-            name = reads.arrival.tier_name
-            pending[name] = pending.get(name, 0) + reads.bytes_left()
-        return pending
-
-    def check_integrity(self) -> None:
-        users = [reads.arrival.record.users for reads in self._joinable.values()]
-        assert all(num > 0 for num in users), "an arrival without users"
 
 
 class Loader:

@@ -18,10 +18,11 @@ from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.inventory import Inventory, TierSlot
+from kvweave.kv.inventory import Inventory
 from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tier_slot import TierSlot
 from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.writer import SaveTicket, Writer
 

@@ -24,19 +24,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvweave.errors import TierError
 from kvweave.kv.format.keys import ChunkKey, ContextId, make_tag
 from kvweave.kv.format.objects import PackedChunk
-from kvweave.kv.inventory import Inventory, OpenTier, StoreEviction, TierSlot, make_slot, open_tiers
-from kvweave.kv.leases import Holds, Lease, Pin
-from kvweave.kv.loading import ActiveLoads, Loader
+from kvweave.kv.inventory import Inventory, StoreEviction
+from kvweave.kv.loading import Loader
+from kvweave.kv.lookup import Finder, Locator, Peek, Residency, StockTaker
 from kvweave.kv.provenance import Provenance, carries
 from kvweave.kv.removal import Remover
-from kvweave.kv.residency import Peek, Residency
 from kvweave.kv.saving import Saver
-from kvweave.kv.stocktaking import StockTaker
-from kvweave.kv.tier_budget import TierEntry
-from kvweave.kv.tier_lookup import Located, Locator
+from kvweave.kv.tier_slot import OpenTier, make_slot, open_tiers
 from kvweave.kv.tiers import Tier
 from kvweave.kv.tiers.config import StoreConfig
-from kvweave.kv.transfers import Transfer
+from kvweave.kv.transfers import Holds, Lease, Pin, Transfer
 from kvweave.kv.writer import SaveTicket
 from kvweave.metrics import Metrics
 from kvweave.reasons import Reason
@@ -380,69 +377,3 @@ class KVStore:
                 return
             log.warning("a lease on %d chunks was dropped unreleased; use `with`", len(holds.pins))
             self._loader.let_go(holds)
-
-
-class Finder:
-    """Where a chunk's KV is: in the books, on its way, or where only a tier can tell. Changes
-    nothing, but has books made that are due. Any thread; the inventory's lock is taken where it is
-    not said to be held."""
-
-    def __init__(
-        self, inventory: Inventory, locator: Locator, active: ActiveLoads, stock: StockTaker
-    ) -> None:
-        self._inventory = inventory
-        self._stock = stock
-        self._lock = inventory.lock
-        self._locator = locator
-        self._active = active
-
-    def peek_books(self, key: ChunkKey) -> Peek | None:
-        """What the books say; None where only a tier could tell."""
-        with self._lock:
-            slot, entry = self.find(key, {})
-            if slot is not None and entry is not None:
-                return Peek(Residency.HERE, slot.name, entry.size_bytes)
-            arriving_from = self._active.tier_of(key)
-            if arriving_from is not None:
-                return Peek(Residency.ARRIVING, arriving_from, None)
-        return None
-
-    def unknown(self, keys: Sequence[ChunkKey]) -> list[ChunkKey]:
-        """Keys that `peek_books` has no answer for."""
-        with self._lock:
-            found = {key: self.find(key, {})[0] or self._active.tier_of(key) for key in keys}
-        return [key for key, where in found.items() if where is None]
-
-    def locate(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, Located]:
-        """Ask the tiers for what is not in the books. The deleted that only await their last lease
-        are not looked for: their bytes are still there."""
-        self._stock.take_again()
-        budgets = self._inventory.budgets()
-        with self._lock:
-            entries = {key: [budget.find(key) for budget in budgets] for key in keys}
-            foreign = frozenset(self._inventory.foreign)
-        doomed = {k for k, found in entries.items() if any(e and e.doomed for e in found)}
-        wanted = [key for key in keys if key not in doomed]
-        booked = [slot for slot in self._inventory.below if slot.is_booked]
-        return self._locator.locate(booked, wanted, foreign)
-
-    def find(
-        self, key: ChunkKey, located: dict[ChunkKey, Located]
-    ) -> tuple[TierSlot | None, TierEntry | None]:
-        """Fastest tier in working order that has a key, with its entry if that tier has a budget.
-        Lock is held."""
-        for slot in self._inventory.slots:
-            entry = slot.budget.get(key) if slot.budget is not None else None
-            if entry is None or slot.reads.is_open or (slot.name, key) in self._inventory.foreign:
-                continue
-            return slot, entry
-        return (located[key].slot, None) if key in located else (None, None)
-
-    def why_absent(self, key: ChunkKey) -> Reason:
-        """Lock is held."""
-        for slot in self._inventory.slots:
-            if not slot.is_booked:  # it may have it
-                return Reason.TIER_FAILED
-            if slot.reads.is_open and (slot.budget is None or key in slot.budget):
-                return Reason.TIER_FAILED
-        return Reason.ABSENT

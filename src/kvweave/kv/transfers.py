@@ -1,20 +1,85 @@
-"""The transfer that brings the bytes of a lease, layer by layer, wherever each chunk comes from."""
+"""What a request has of the store: a lease, which keeps chunk KV from going away, and the transfer
+that brings its bytes layer by layer, wherever each chunk comes from.
+"""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from kvweave.kv.arrival import Patience
+from kvweave.kv.arrival import Arrival, Patience
 from kvweave.kv.arrival_reads import ArrivalReads
 from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
-from kvweave.kv.leases import Lease
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tier_slot import TierSlot
 from kvweave.reasons import Reason
+
+
+class Pin(NamedTuple):
+    slot: TierSlot
+    entry: TierEntry
+
+
+class Holds(NamedTuple):
+    """What a lease keeps from going away. Changed by the store alone, under its lock."""
+
+    pins: dict[ChunkKey, Pin]
+    loads: list[ArrivalReads]
+    late_pins: list[tuple[ChunkKey, Pin]]  # chunks that reached the host tier after `acquire`
+
+
+class Lease:
+    """A pin on chunk KV. Made by `KVStore.acquire`, belongs to one request, releases itself.
+
+    While it is held the bytes behind it stay where they are; after `release` no view that came
+    through it may be touched. Releasing twice is harmless. Not thread-safe: one request, one owner.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[ChunkKey, str],
+        missing: Mapping[ChunkKey, Reason],
+        holds: Holds,
+        release: Callable[[Holds], None],
+        abandon: Callable[[Holds], None],
+    ) -> None:
+        self.tiers = dict(tiers)  # chunk → tier it will come from, in the order asked for
+        self.missing = dict(missing)  # chunk → why it is not in the lease
+        self.holds = holds  # the store's
+        self.released = False
+        self._release = release
+        self._abandon = abandon  # like release, but safe inside a garbage collection
+
+    @property
+    def keys(self) -> tuple[ChunkKey, ...]:
+        """What is held, each once, in the order asked for."""
+        return tuple(self.tiers)
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self._release(self.holds)
+
+    def __enter__(self) -> "Lease":
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if not self.released:
+            self.released = True
+            self._abandon(self.holds)
 
 
 class LoadedChunk(Protocol):
@@ -247,3 +312,62 @@ class Transfer:
 
     def _reads_alive(self) -> list[ArrivalReads]:
         return [reads for key, reads in self._reads.items() if key not in self.lost]
+
+
+class ActiveLoads:
+    """What is on its way to host memory: one arrival per chunk that others may join, and which of
+    them leave a copy there. Plain bookkeeping: the inventory's lock is held in every call."""
+
+    def __init__(self) -> None:
+        self._joinable: dict[ChunkKey, ArrivalReads] = {}
+        self._keepable: set[Arrival] = set()  # the chunk was not deleted since they began
+
+    def get(self, key: ChunkKey) -> ArrivalReads | None:
+        """Return the arrival of a chunk that others may join."""
+        return self._joinable.get(key)
+
+    def add(self, reads: ArrivalReads, *, is_kept: bool) -> None:
+        """Others may join it; `is_kept`: what it brings may stay in host memory."""
+        self._joinable[reads.arrival.key] = reads
+        if is_kept:
+            self._keepable.add(reads.arrival)
+
+    def shut(self, arrival: Arrival) -> None:
+        """No other load joins it any more: the next request looks afresh."""
+        reads = self._joinable.get(arrival.key)
+        if reads is not None and reads.arrival is arrival:
+            del self._joinable[arrival.key]
+
+    def keeps(self, arrival: Arrival) -> bool:
+        return arrival in self._keepable
+
+    def end(self, arrival: Arrival) -> None:
+        """Forget an arrival whose memory goes."""
+        self._keepable.discard(arrival)
+
+    def disown(self, key: ChunkKey) -> None:
+        """A chunk is deleted: what is under way serves its leases and is not kept."""
+        self._joinable.pop(key, None)
+        self._keepable = {a for a in self._keepable if a.key != key}
+
+    def disown_all(self) -> None:
+        """Keep nothing of what is under way: any of these chunks may be the deleted one."""
+        self._joinable.clear()
+        self._keepable.clear()
+
+    def tier_of(self, key: ChunkKey) -> str | None:
+        """Where a chunk that is on its way comes from."""
+        reads = self._joinable.get(key)
+        return None if reads is None else reads.arrival.tier_name
+
+    def pending_bytes(self) -> dict[str, int]:
+        """Bytes on their way to host memory, by the tier they come from."""
+        pending: dict[str, int] = {}
+        for reads in self._joinable.values():
+            name = reads.arrival.tier_name
+            pending[name] = pending.get(name, 0) + reads.bytes_left()
+        return pending
+
+    def check_integrity(self) -> None:
+        users = [reads.arrival.record.users for reads in self._joinable.values()]
+        assert all(num > 0 for num in users), "an arrival without users"

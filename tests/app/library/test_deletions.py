@@ -15,7 +15,7 @@ from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.tombstones import Tombstones
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

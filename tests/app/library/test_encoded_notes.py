@@ -13,7 +13,7 @@ from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest.sources import TextSource
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

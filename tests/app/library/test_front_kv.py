@@ -15,7 +15,7 @@ from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
-from kvweave.kv.residency import Peek, Residency
+from kvweave.kv.lookup import Peek, Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import Chunk, ChunkId
 from worlds.made_kv import TEXTS, Model, chunks_of, model, opened

@@ -24,7 +24,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.background import ActiveAnswers, BackgroundPace, GaveUp
 from kvweave.errors import TierError
 from kvweave.kv.format.keys import ChunkKey, ChunkTag
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.host import HostTier
 from kvweave.model.load import load_decoder

@@ -31,9 +31,9 @@ from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts
 from kvweave.kv.format.header import parse_header
 from kvweave.kv.format.keys import parse_key
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
-from kvweave.kv.tiers.quarantine import Quarantine
+from kvweave.kv.tiers.disk_files import Quarantine
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows

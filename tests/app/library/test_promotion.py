@@ -14,7 +14,7 @@ from kvweave.app.weave import Answer, Sampling
 from kvweave.engine.background import ActiveAnswers, BackgroundPace
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder

@@ -23,11 +23,11 @@ from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.kv import inventory, tiers
+from kvweave.kv import tier_slot, tiers
 from kvweave.kv.format.keys import make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
+from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import BEHIND, CHUNK, find_tagged, pack_ids
-from kvweave.kv.residency import Residency
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier
@@ -202,7 +202,7 @@ def test_a_removal_reaches_a_tier_of_a_kind_that_nobody_knew(
     def open_any(cfg: Any) -> Tier:
         return SharedFolder(cfg) if isinstance(cfg, SharedFolderConfig) else open_tier(cfg)
 
-    monkeypatch.setattr(inventory, "open_tier", open_any)
+    monkeypatch.setattr(tier_slot, "open_tier", open_any)
     monkeypatch.setattr(tiers, "open_tier", open_any)
     shared: Any = SharedFolderConfig(tmp_path / "shared")
     far = FaultyTierConfig(shared) if is_faulty else shared

@@ -21,10 +21,10 @@ from kvweave.app.weave import Sampling, Weave
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest.pipeline import ingest
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import carries
-from kvweave.kv.residency import Residency
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

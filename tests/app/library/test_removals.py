@@ -21,7 +21,7 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.sources import TextSource
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder

@@ -18,7 +18,7 @@ from kvweave.fuse.encode.preparation import Preparation
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey, context_of
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder

@@ -22,7 +22,7 @@ from kvweave.hosts.vllm.kv_blocks import KVBlocks
 from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder, FuseOrder, StepOrders
 from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.worker_half import WorkerHalf
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder

@@ -10,7 +10,7 @@ import pytest
 from kvweave.errors import TierCorrupt
 from kvweave.kv.format.header import header_checksum
 from kvweave.kv.format.objects import verify_object
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.reasons import Reason

@@ -6,9 +6,8 @@ import pytest
 
 from kvweave.errors import TierCorrupt, TierForeign
 from kvweave.kv.format import header as header_format
-from kvweave.kv.format.checksum import checksum_of
 from kvweave.kv.format.codec import DTYPES
-from kvweave.kv.format.header import ALIGN, LAYOUT_VERSION, parse_header
+from kvweave.kv.format.header import ALIGN, LAYOUT_VERSION, checksum_of, parse_header
 from kvweave.kv.format.objects import verify_object
 from worlds.kv import make_chunk, make_key
 

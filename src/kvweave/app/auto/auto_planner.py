@@ -36,7 +36,7 @@ from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.tree import ChunkRef
-from kvweave.kv.tree.preamble_view import TreeBehind
+from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths

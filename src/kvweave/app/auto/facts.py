@@ -31,7 +31,7 @@ from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.format.codec import is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.residency import Peek, Residency
+from kvweave.kv.lookup import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import StrategyInfo

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.residency import Peek
+from kvweave.kv.lookup import Peek
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE, HOST
 from kvweave.plan.loading_cost import PaidShares

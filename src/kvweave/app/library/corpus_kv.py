@@ -21,8 +21,8 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
 from kvweave.ingest.report import reason_of
+from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import find_tagged
-from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)

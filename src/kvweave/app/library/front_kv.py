@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.types import Chunk, ChunkId
 
 MOST_LOST = 3  # copies in a row that no tier kept: then no more are made until documents change

@@ -15,7 +15,7 @@ from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.protocol import Prefix
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.types import ChunkId
 

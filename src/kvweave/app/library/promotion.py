@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from kvweave.app.library.kv_maker import KVMaker, WantedKV
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.plan.ordering import AccessTable
 from kvweave.types import Chunk, ChunkId
 

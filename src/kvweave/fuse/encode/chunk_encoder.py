@@ -26,8 +26,8 @@ from kvweave.kv.format.codec import LayerKV, open_codec
 from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
+from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import CHUNK
-from kvweave.kv.residency import Residency
 from kvweave.kv.store import KVStore
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId, EncodeWork

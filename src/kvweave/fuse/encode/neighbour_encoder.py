@@ -21,8 +21,8 @@ from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import DTYPES, LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk
+from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import BEHIND, CHUNK, pack_ids
-from kvweave.kv.residency import Residency
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)

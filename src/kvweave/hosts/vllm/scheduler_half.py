@@ -40,7 +40,7 @@ from kvweave.hosts.vllm.reuse_request import (
 from kvweave.hosts.vllm.salted_hashes import salt_blocks
 from kvweave.hosts.vllm.settings import HostSettings
 from kvweave.kv.format.keys import ChunkKey, make_tag, tag_of
-from kvweave.kv.residency import Residency
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.reasons import Reason
 

@@ -21,12 +21,35 @@ torch here.
 
 import hashlib
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.format.checksum import Buffer, checksum_of
+
+Buffer = bytes | bytearray | memoryview
+ALGORITHM = "xxh3"
+
+
+@cache
+def checksum_of(algorithm: str) -> Callable[[Buffer], int]:
+    """Return the function behind a name, which stands in each object's header. It releases the
+    interpreter lock on long buffers.
+
+    Over blocks of 384 KiB (a SmolLM2 layer of 256 tokens) a core of a 2-core Xeon checks 11.1 GB/s
+    by xxh3, 4.0 by crc32, 2.8 by adler32, 1.5 by sha1. It copies 14 GB/s and reads the page cache
+    at 5.5. Two readers that check with xxh3 keep 0.96 of a plain `readinto`, with crc32 0.49.
+    """
+    if algorithm != ALGORITHM:
+        raise TierForeign(
+            f"unknown checksum {algorithm!r}: another kvweave's; this one knows {ALGORITHM}"
+        )
+    from xxhash import xxh3_64_intdigest  # here, so that the core imports without it
+
+    digest: Callable[[Buffer], int] = xxh3_64_intdigest
+    return digest
+
 
 LAYOUT_VERSION = 1
 _MAGIC = b"kvweave\x00"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import TierCorrupt, TierForeign
-from kvweave.kv.format.checksum import ALGORITHM
 from kvweave.kv.format.codec import CODECS, Codec, LayerKV, dtype_name, open_codec
 from kvweave.kv.format.header import (
+    ALGORITHM,
     ALIGN,
     PRELUDE_BYTES,
     Header,

@@ -7,8 +7,7 @@ given are whole chunk objects (see `format`), what it is asked for are ranges of
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.header import Reader
+from kvweave.kv.format.header import Buffer, Reader
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, tag_of
 
 

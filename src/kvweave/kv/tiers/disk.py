@@ -1,10 +1,10 @@
 """Chunk objects as files.
 
     root/objects/<context>/<xx>/<key>.kv    xx: the first byte of the content id, 256 folders
-    root/tmp/                               being written, swept at the next start: `durable_files`
-    root/quarantine/                        damaged objects, the newest of them: `quarantine`
+    root/tmp/                               being written, swept at the next start
+    root/quarantine/                        damaged objects, the newest of them
 
-An unreadable folder below the root is skipped with a warning: its objects are misses (`listing`).
+An unreadable folder below the root is skipped with a warning: its objects are misses.
 """
 
 import errno
@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, context_of, parse_key
 from kvweave.kv.tiers.base import StoredObject, among
 from kvweave.kv.tiers.config import DiskTierConfig
-from kvweave.kv.tiers.durable_files import DurableFiles
-from kvweave.kv.tiers.listing import Listing
-from kvweave.kv.tiers.quarantine import Quarantine
+from kvweave.kv.tiers.disk_files import DurableFiles, Listing, Quarantine
 
 log = logging.getLogger(__name__)
 

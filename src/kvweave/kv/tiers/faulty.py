@@ -9,8 +9,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.header import Reader
+from kvweave.kv.format.header import Buffer, Reader
 from kvweave.kv.format.keys import ChunkKey, ChunkTag
 from kvweave.kv.tiers.base import StoredObject, Tier
 from kvweave.kv.tiers.config import FaultPlan

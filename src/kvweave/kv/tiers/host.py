@@ -14,8 +14,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from kvweave.errors import TierCorrupt, TierError
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.header import ALIGN
+from kvweave.kv.format.header import ALIGN, Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag
 from kvweave.kv.format.memory import Arena, Memory, new_memory, slice_memory
 from kvweave.kv.tiers.base import StoredObject, among

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.format.header import HEAD_BYTES
+from kvweave.kv.format.header import HEAD_BYTES, Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key
 from kvweave.kv.tiers.base import PreludeReader, StoredObject, among
 from kvweave.kv.tiers.config import RedisTierConfig

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from kvweave.errors import ConfigError, TierCorrupt, TierError
-from kvweave.kv.format.checksum import Buffer
+from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key, tag_of
 from kvweave.kv.tiers.base import PreludeReader, StoredObject
 from kvweave.kv.tiers.config import S3TierConfig

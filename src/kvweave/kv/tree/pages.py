@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
-from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, TreeTier
-from kvweave.kv.tree.pricing import PathMemory
+from kvweave.kv.tree.node import DEVICE, HOST, Node, PageOwner, Pages, PathMemory, TreeTier
 from kvweave.types import ChunkId
 
 MOST_EVICTIONS = 256  # the last ones that are remembered

@@ -16,20 +16,21 @@ from enum import Enum
 from types import TracebackType
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies import open_policy
+from kvweave.kv.policies import UsageRecord, open_policy
 from kvweave.kv.tree.node import (
     DEVICE,
     HOST,
     ChunkRef,
     Match,
     Node,
+    NodePricing,
     PageOwner,
     Pages,
+    PathMemory,
     TreeTier,
     path_key,
 )
 from kvweave.kv.tree.pages import NodePages, TreeBudget, TreeEviction, subtree
-from kvweave.kv.tree.pricing import NodePricing, PathMemory
 from kvweave.types import ChunkId
 
 NO_PREAMBLE = ChunkRef(ChunkId(""), 0)
@@ -351,3 +352,27 @@ class KnowledgeTree:
         found = len(lease.nodes) - 1
         rest = chunks[found:]
         self._pricing.count(lease.nodes[-1], lease.num_tokens, rest, found, question, now_s)
+
+
+class TreeBehind:
+    """A tree of many preambles, as a planner of one of them reads it: from behind that preamble.
+    Changes nothing. Any thread."""
+
+    def __init__(self, tree: KnowledgeTree, preamble: ChunkRef) -> None:
+        self._tree = tree
+        self._preamble = preamble
+        length = preamble.num_tokens
+        usage = UsageRecord(size=length)
+        self._absent = Node(preamble.id, length, length, 1, b"", None, usage)  # without pages
+
+    @property
+    def root(self) -> Node:
+        """The preamble; one without pages and children while the tree does not hold it."""
+        return self._tree.root.children.get(self._preamble.id, self._absent)
+
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match:
+        match = self._tree.match([self._preamble.id, *chunk_ids])
+        return match._replace(nodes=match.nodes[1:])
+
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int:
+        return self._tree.match_tokens([self._preamble, *chunks])

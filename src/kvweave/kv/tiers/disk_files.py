@@ -1,22 +1,120 @@
-"""Files that appear whole or not at all.
+"""The files of a store on disk: listed, written whole or not at all, put aside when damaged.
 
 A file appears under its name only when it is complete and on the medium: written under a temporary
 name, fsync, rename, fsync of the folder. Killed at any moment, a writer leaves at most a temporary
 file. Each is locked while its writer lives, so the sweep of one process never takes the file of
-another.
+another. Several processes may share a folder, so a file may be gone by the time it is looked at.
 """
 
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from kvweave.kv.format.checksum import Buffer
-from kvweave.kv.tiers.listing import Listing
+from kvweave.errors import TierError
+from kvweave.kv.format.header import Buffer
 
 log = logging.getLogger(__name__)
+
+
+class Listing:
+    """Thread-safe: two threads that meet the same closed folder name it twice at worst."""
+
+    def __init__(self, needed: Path) -> None:
+        """Without `needed` there is no store at all: if it cannot be listed, TierError."""
+        self._needed = needed
+        self._skipped: set[Path] = set()
+
+    def files(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+        """Every file below a folder; none if it does not exist (any more)."""
+        try:
+            with os.scandir(folder) as found:
+                entries = list(found)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            self.skip(folder, error)
+            return
+        for entry in entries:
+            try:
+                is_folder = entry.is_dir(follow_symlinks=False)
+            except OSError as error:  # on a file system that does not tell what a name stands for
+                self.skip(folder, error)
+                return
+            if is_folder:
+                yield from self.files(Path(entry.path))
+            else:
+                yield entry
+
+    def skip(self, folder: Path, error: OSError) -> None:
+        """Leave a folder out, and say so the first time."""
+        if folder == self._needed:
+            raise TierError(f"cannot list {folder}: {error.strerror}") from error
+        if folder not in self._skipped:
+            self._skipped.add(folder)
+            log.warning("%s is left out: %s; make it readable", folder, error.strerror)
+
+
+class Quarantine:
+    """One folder. Any thread; OSErrors are the caller's to word."""
+
+    def __init__(self, folder: Path, max_bytes: int, listing: Listing) -> None:
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._listing = listing
+
+    def put(self, path: Path) -> None:
+        """Take a file in, and let the oldest go. FileNotFoundError: it is not there."""
+        self.folder.mkdir(exist_ok=True)
+        os.replace(path, self.folder / f"{path.stem}.{time.time_ns()}{path.suffix}")
+        self._trim()
+
+    def files(self) -> list[Path]:
+        """What was put aside, oldest first."""
+        found = [Path(entry.path) for entry in self._listing.files(self.folder)]
+        return sorted(found, key=lambda path: (_put_aside_ns(path), path.name))
+
+    def size_bytes(self) -> int:
+        return sum(_size_bytes(path) for path in self.files())
+
+    def clear(self) -> int:
+        """Delete all of it; returns how many bytes that freed."""
+        return sum(_delete(path) for path in self.files())
+
+    def _trim(self) -> None:
+        kept_bytes = 0
+        for path in reversed(self.files()):
+            kept_bytes += _size_bytes(path)
+            if kept_bytes > self._max_bytes:
+                _delete(path)
+
+
+def _put_aside_ns(path: Path) -> int:
+    """When a file was put aside, read from its name; its own times are those of its writing."""
+    digits = path.stem.rpartition(".")[2]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _size_bytes(path: Path) -> int:
+    """Size of a file; 0 for one that is gone."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _delete(path: Path) -> int:
+    """Delete a file and return the bytes freed; 0 where another process was faster."""
+    size_bytes = _size_bytes(path)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    return size_bytes
+
 
 _MAX_PARTS = 1024  # IOV_MAX on Linux
 
