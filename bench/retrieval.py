@@ -38,7 +38,7 @@ from kvweave.corpus.embedder import SentenceEmbedder, Vectors
 from kvweave.corpus.index import VectorIndex, make_index
 from kvweave.corpus.index.faiss_index import FaissIndex
 from kvweave.corpus.index_file import load_index, save_index
-from kvweave.corpus.lexical import fuse_ranks, search_words
+from kvweave.corpus.search import fuse_ranks, search_words
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 
 KINDS = ("flat", "ivf", "hnsw")

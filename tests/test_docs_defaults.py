@@ -476,8 +476,8 @@ QUOTED = [
         ("costs less than {} nats per token on", "model.load:AUTO_KL"),
         ("(up to {} MiB)", "kernels.freed_memory:KEPT_BYTES >> 20"),
         ("an eighth more columns at most", "kernels.rounded:extra_columns(512) == 64"),
-        ("with {} million weights or more in", "corpus.bert_rounding:LEAST_WEIGHTS // 10**6"),
-        ("split over {} columns more", "corpus.bert_rounding:LEAST_EXTRA"),
+        ("with {} million weights or more in", "corpus.bert_encoder:LEAST_WEIGHTS // 10**6"),
+        ("split over {} columns more", "corpus.bert_encoder:LEAST_EXTRA"),
     ),
     *quoted("calibration.md", ("costs less than {} nats per token", "model.decoder:SMALL_KL")),
     *quoted(

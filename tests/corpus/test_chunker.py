@@ -6,8 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvweave.corpus.chunker import CLOSE, MIN_CHUNK_TOKENS, Chunker, make_chunk_id
-from kvweave.corpus.cuts import BlankSkipper, section_title, skip_blank
+from kvweave.corpus.chunker import (
+    CLOSE,
+    MIN_CHUNK_TOKENS,
+    BlankSkipper,
+    Chunker,
+    make_chunk_id,
+    section_title,
+)
 from kvweave.errors import ConfigError
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text
@@ -80,7 +86,7 @@ def test_a_long_text_is_cut_well_whatever_window_it_is_tokenised_in(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, window_chunks: int
 ) -> None:
     text = make_text(3000, seed=3)
-    monkeypatch.setattr("kvweave.corpus.cuts.WINDOW_CHUNKS", window_chunks)
+    monkeypatch.setattr("kvweave.corpus.chunker.WINDOW_CHUNKS", window_chunks)
     placed = list(Chunker(tokenizer, 48).cut("Note", text))
     assert "".join(text[p.start : p.end] for p in placed) == text
     fills = [len(p.chunk.token_ids) for p in placed[:-1]]
@@ -144,7 +150,7 @@ def test_a_long_run_of_blanks_is_read_once(tokenizer: Tokenizer) -> None:
     assert "".join(text[p.start : p.end] for p in placed) == text
     blanks = BlankSkipper(text)
     assert [blanks.skip(at) for at in range(0, len(text), 1000)] == [
-        skip_blank(text, at) for at in range(0, len(text), 1000)
+        BlankSkipper(text).skip(at) for at in range(0, len(text), 1000)
     ]
 
 

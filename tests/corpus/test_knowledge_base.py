@@ -14,8 +14,7 @@ from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index_file import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.lexical import WORD
-from kvweave.corpus.search import SearchOptions
+from kvweave.corpus.search import WORD, SearchOptions
 from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, CorpusMismatch, RequestError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer

@@ -102,7 +102,7 @@ def test_a_delete_that_was_done_is_not_called_a_failure(
     def save(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("kvweave.corpus.live_index.save_index", save)
+    monkeypatch.setattr("kvweave.corpus.catalogue_index.save_index", save)
     gone = httpx.delete(f"{place(own)}/{document['id']}", timeout=60)
     assert gone.status_code == 200
     assert titles(own) == []

@@ -39,6 +39,8 @@ BERT = {
 EncoderWeights = Literal["auto", "float32"]
 BATCH_ROWS = 1024  # what lies between two products stays in the cache: Neoverse-N1, MiniLM
 QKV = "qkv"  # query, key and value in one product
+LEAST_WEIGHTS = 4_000_000  # of all products: fewer are fast enough in float32
+LEAST_EXTRA = 64  # columns that the large dims of a product are split into, or as a decoder's are
 HEAD = ("pooler.", "embeddings.position_ids")  # tensors that vectors do not depend on
 
 
@@ -86,7 +88,7 @@ class BertEncoder:
         self, folder: BertFolder, device: str | None = None, *, weights: EncoderWeights = "float32"
     ) -> None:
         """Reads the weights. `device` None is CUDA where there is one. `weights`: "auto" multiplies
-        in 8 bits on a CPU, where that is faster (bert_rounding.py)."""
+        in 8 bits on a CPU, where that is faster."""
         import torch
         from safetensors.torch import load_file
         from tokenizers import Tokenizer
@@ -108,8 +110,6 @@ class BertEncoder:
         is_on_cpu = device == "cpu"
         self._most_rows = BATCH_ROWS if is_on_cpu else None
         if weights == "auto" and is_on_cpu:
-            from kvweave.corpus.bert_rounding import round_products
-
             self._products = round_products(exact, self._sample)
         self._num_rounded = sum(self._products[name] is not exact[name] for name in exact)
 
@@ -211,6 +211,37 @@ def _products(layer: str) -> tuple[str, str, str, str]:
         f"{layer}intermediate.dense",
         f"{layer}output.dense",
     )
+
+
+def round_products(
+    exact: "Mapping[str, Linear]", run: "Callable[[Mapping[str, Projection]], None]"
+) -> "Mapping[str, Projection]":
+    """Return the products by the same names, in 8 bits where this CPU multiplies integers. `run`
+    carries a text through the products that it is given.
+
+    Weights and rows are rounded and large dims are split as a decoder's are (model/rounding.py).
+    Large dims are those of a short text that goes through the exact products first. That takes as
+    long as embedding a few passages, so nothing is kept on disk, and the same weights are rounded
+    alike at every start. Dims are not evened out: what is best for so short a text was seen to be
+    worse than nothing for others (MiniLM). A small model stays in float32.
+    """
+    from kvweave.kernels.dim_choice import Tap
+    from kvweave.kernels.integer_products import integer_kernels, round_linear
+    from kvweave.kernels.rounded import extra_columns, split_dims
+
+    if sum(linear.weight.numel() for linear in exact.values()) < LEAST_WEIGHTS:
+        return exact
+    library = integer_kernels()
+    if library is None:
+        return exact
+    taps = {name: Tap(linear) for name, linear in exact.items()}
+    run(taps)
+    found: dict[str, Projection] = {}
+    for name, linear in exact.items():
+        largest = taps[name].rows.abs().amax(dim=0)
+        parts = split_dims(largest, max(LEAST_EXTRA, extra_columns(len(largest))))
+        found[name] = round_linear(linear, library, parts)
+    return found
 
 
 def attend_each(lengths: list[int], rows: "Tensor") -> "Tensor":

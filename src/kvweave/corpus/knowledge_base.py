@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue, DocumentInfo, Totals, Written
+from kvweave.corpus.catalogue_index import FILE, CatalogueIndex
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.disk_files import disk_trouble, sweep_temporaries
 from kvweave.corpus.embedder import Embedder
 from kvweave.corpus.index import check_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.kb_folder import CATALOGUE, create_folder, renew_identity, writer_lock
-from kvweave.corpus.live_index import FILE, LiveIndex
 from kvweave.corpus.search import ChunkSearch, SearchOptions
 from kvweave.corpus.settings import (
     KnowledgeBaseSettings,
@@ -60,8 +60,8 @@ class KnowledgeBase:
         self._tokenizer = tokenizer
         self._embedder = embedder
         self.catalogue = Catalogue(folder / CATALOGUE, create=False)
-        self._live = LiveIndex(folder / "index", self.catalogue, settings, api_key)
-        self._search = ChunkSearch(self.catalogue, self._live, settings.dim)
+        self._index = CatalogueIndex(folder / "index", self.catalogue, settings, api_key)
+        self._search = ChunkSearch(self.catalogue, self._index, settings.dim)
 
     @classmethod
     def open(
@@ -140,11 +140,11 @@ class KnowledgeBase:
 
     def load_index(self) -> None:
         """Bring the vector index up to date, from disk if need be, so that a search finds it so."""
-        self._live.refresh()
+        self._index.refresh()
 
     def num_stages(self, k: int, stages: int) -> int:
         """The stages that a search by vector has if it may have `stages`."""
-        return self._live.num_stages(k, stages)
+        return self._index.num_stages(k, stages)
 
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """For each chunk the ids of the `n` others most like it, nearest first; fewer if there are.
@@ -201,7 +201,7 @@ class KnowledgeBase:
 
     @property
     def index_kind(self) -> str:
-        return self._live.kind
+        return self._index.kind
 
     def check(self) -> list[str]:
         """Everything that does not fit together, in words. Empty for a sound knowledge base.
@@ -210,7 +210,7 @@ class KnowledgeBase:
         """
         ours = (self.folder, self.folder / "index")
         leftovers = [f"{p.name} was left behind" for each in ours for p in each.glob("*.tmp")]
-        return [*self.catalogue.problems(), *self._live.problems(), *leftovers]
+        return [*self.catalogue.problems(), *self._index.problems(), *leftovers]
 
     # ── changing ─────────────────────────────────────────────────────────────
 
@@ -263,7 +263,7 @@ class KnowledgeBase:
         """Bring the index up to date and everything onto the disk. Only inside `writing`."""
         self.catalogue.checkpoint()
         try:
-            self._live.publish()
+            self._index.publish()
             self.catalogue.prune_removals()
         except (OSError, sqlite3.OperationalError, CorpusFull, CorpusReadOnly) as error:
             # Documents are in the catalogue, or out of it, for good: that the index file is behind

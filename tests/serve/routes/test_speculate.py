@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
+from kvweave.corpus.catalogue_index import CatalogueIndex
 from kvweave.corpus.index.base import IndexHits, Vector
-from kvweave.corpus.live_index import LiveIndex
 from worlds.serving import make_weave, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
 
@@ -29,14 +29,14 @@ QUESTION = "Who saw the albatross in the harbour?"
 
 @pytest.fixture
 def slow_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = LiveIndex.search_staged
+    fast = CatalogueIndex.search_staged
 
-    def slow(self: LiveIndex, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
+    def slow(self: CatalogueIndex, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         for hits in fast(self, vector, k, stages):
             time.sleep(SLOW_S / stages)
             yield hits
 
-    monkeypatch.setattr(LiveIndex, "search_staged", slow)
+    monkeypatch.setattr(CatalogueIndex, "search_staged", slow)
 
 
 @pytest.fixture
@@ -114,13 +114,13 @@ def test_a_small_knowledge_base_is_searched_plainly(url: str) -> None:
 
 
 def test_loading_an_index_is_no_part_of_a_search(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = LiveIndex._load
+    load = CatalogueIndex._load
 
-    def slow(self: LiveIndex) -> None:
+    def slow(self: CatalogueIndex) -> None:
         time.sleep(SLOW_S)
         load(self)
 
-    monkeypatch.setattr(LiveIndex, "_load", slow)
+    monkeypatch.setattr(CatalogueIndex, "_load", slow)
     ask(url, kb="other")  # so that the next one is opened anew
     for _ in range(3):
         assert ask(url)["explain"]["speculation"] is None

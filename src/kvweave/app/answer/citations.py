@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvweave.app.answer.answer_stream import AnswerOver, Piece, PieceStream
-from kvweave.corpus.lexical import STOP_WORDS, WORD
+from kvweave.corpus.search import STOP_WORDS, WORD
 
 ENDS = ".!?"
 LEAST_SHARE = 0.5  # of a sentence's words, that its source has

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from kvweave.corpus.chunker import make_chunk_id
-from kvweave.corpus.cuts import section_title
+from kvweave.corpus.chunker import make_chunk_id, section_title
 from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.text.prompt import Document, Prompt, chunk_text
 from kvweave.text.tokenizer import Tokenizer

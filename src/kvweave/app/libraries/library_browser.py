@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from kvweave.app.answer.settings import ChunkUses
 from kvweave.app.hosts import LibraryHost
 from kvweave.corpus.catalogue import DocumentInfo as DocumentInfo
-from kvweave.corpus.cuts import section_title as section_title  # for those who show chunks
+from kvweave.corpus.chunker import section_title as section_title  # for those who show chunks
 from kvweave.corpus.search import SearchOptions
 from kvweave.errors import CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit

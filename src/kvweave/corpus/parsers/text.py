@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvweave.corpus.cuts import words_of
+from kvweave.corpus.chunker import words_of
 from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, decode, lone_record
 
 FRONT_MATTER = re.compile(r"\A---[ \t]*\r?\n(.*?)\r?\n---[ \t]*\r?\n", re.DOTALL)

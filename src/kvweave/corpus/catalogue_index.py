@@ -7,7 +7,9 @@ and out by one function, and an index that is stale, damaged or gone repairs its
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,6 @@ from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.faiss_index import FaissIndex
 from kvweave.corpus.index_file import load_index, save_index
 from kvweave.corpus.settings import KnowledgeBaseSettings
-from kvweave.corpus.shared_lock import SharedLock
 from kvweave.errors import CorpusError
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ SERVER_FILE = "server.json"
 PULL = 16_384  # vectors moved at a time: 25 MB at 384 dimensions
 
 
-class LiveIndex:
+class CatalogueIndex:
     """Safe for many threads. Loads on first use."""
 
     def __init__(
@@ -199,3 +200,46 @@ class LiveIndex:
             and state["num_vectors"] == len(self._loaded)
         ):
             self._generation, self._last_id = state["generation"], state["last_id"]
+
+
+class SharedLock:
+    """Many readers or one writer, within a process.
+
+    Waiting writers hold back new readers, so a stream of searches cannot starve an update.
+    Not re-entrant: a thread that reads must not ask to read again, or a waiting writer stops both.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_readers = 0
+        self._num_waiting = 0
+        self._is_written = False
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_written and not self._num_waiting)
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_readers -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._is_written and not self._num_readers)
+                self._is_written = True
+            finally:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_written = False
+                self._changed.notify_all()
