@@ -11,6 +11,7 @@ allowed: what the knowledge tree has of the prompt, and the rest woven at `--rat
 import argparse
 import gc
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,10 +19,10 @@ from typing import Any
 
 import torch
 
+from common.files import REPO
 from common.shapes import SHAPES, random_decoder
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
-from kvweave.engine.reference import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
@@ -111,6 +112,9 @@ class ShapeWorld:
             ticket.cancel()
 
     def reference(self, number: int) -> list[int]:
+        sys.path.insert(0, str(REPO / "tests"))
+        from worlds.plain_loop import generate
+
         request = self._request("full", number)
         choices = generate(self._decoder, request.prompt_ids, request.sampling, frozenset())
         return [choice.token_id for choice in choices]

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.fair_ranks import FairRanks, share_of
 from kvweave.engine.progress import Progress
 from kvweave.engine.scheduler import Scheduler
+from kvweave.engine.waiting_queue import FairRanks, share_of
 
 CFG = EngineConfig(page_tokens=4, max_running=4, step_rows=8, alone_rows=16, background_rows=3)
 

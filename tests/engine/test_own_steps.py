@@ -286,7 +286,7 @@ def test_another_tenant_waits_while_all_that_run_are_on_their_way(
     def hearing(self: OwnSteps, own: EngineSequence) -> None:
         if not late:
             late.append(engine.submit(other))
-            engine._worker._take_in_news()
+            engine._worker._handle_messages()
         scoring(self, own)
 
     with Engine(world.decoder, replace(CFG, max_running=most)) as engine:
@@ -316,7 +316,7 @@ def test_a_token_does_not_wait_for_a_step_that_scores_nothing(
         told.append(f"{name(sequence)} begins")
         if len(tickets) == 1:  # it comes behind the first
             tickets.append(engine.submit(second, held=kind == "held"))
-            engine._worker._take_in_news()
+            engine._worker._handle_messages()
         return own(self, sequence, meanwhile)
 
     def answering(self, sequence, *how):  # type: ignore[no-untyped-def]

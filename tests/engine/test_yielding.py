@@ -10,14 +10,13 @@ import pytest
 from torch import Tensor
 
 from kvweave.engine.chunk_loader import LoadedPrompt
+from kvweave.engine.common_steps import Urgency, is_more_urgent
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
-from kvweave.engine.news import comes_before
 from kvweave.engine.page_manager import make_pool
 from kvweave.engine.request import Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import MOST_GIVEN_UP
-from kvweave.engine.yielding import Urgency
 from kvweave.kernels.recording import count_refusals
 from kvweave.model.decoder import Decoder
 from kvweave.model.recorded_decode import RecordedDecode
@@ -138,7 +137,7 @@ def test_what_gave_way_too_often_runs_through(decoder: Decoder) -> None:
 
         def arrive() -> None:
             """Somebody asks in every layer of idle time."""
-            if engine._common_steps._yielding is not None:
+            if engine._common_steps._tickets:
                 tickets.append(engine.submit(plain([7, 8], max_tokens=1)))
             heard()
 
@@ -184,7 +183,7 @@ def test_a_guess_gives_way_to_a_job_and_idle_time_does_not(
         assert ticket.wait(30)
 
 
-def test_who_comes_before_whom(decoder: Decoder) -> None:
+def test_who_is_more_urgent_whom(decoder: Decoder) -> None:
     with Engine(decoder, CFG) as engine:
         asked = engine.submit(LONG)
         guess = engine.submit(LONG, held=True)
@@ -195,14 +194,14 @@ def test_who_comes_before_whom(decoder: Decoder) -> None:
             return LoadedPrompt(sequences[ticket], RuntimeError(), 0.0)
 
         for news in (guess, loaded(guess)):
-            assert comes_before(news, Urgency.IDLE_TIME)
-            assert not comes_before(news, Urgency.GUESSED)
-        assert comes_before(loaded(asked), Urgency.GUESSED)
-        assert not comes_before(idle, Urgency.IDLE_TIME)
+            assert is_more_urgent(news, Urgency.IDLE_TIME)
+            assert not is_more_urgent(news, Urgency.GUESSED)
+        assert is_more_urgent(loaded(asked), Urgency.GUESSED)
+        assert not is_more_urgent(idle, Urgency.IDLE_TIME)
         for ticket in (asked, guess, idle):
             ticket.cancel()
             assert ticket.wait(30)
-        assert not comes_before(guess, Urgency.IDLE_TIME), "it is over"
+        assert not is_more_urgent(guess, Urgency.IDLE_TIME), "it is over"
 
 
 def test_a_closed_engine_does_not_wait_for_a_guess(decoder: Decoder) -> None:

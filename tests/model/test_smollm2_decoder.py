@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.engine.reference import generate
 from kvweave.engine.sampling import Sampling
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.embedded import EMBEDDED
@@ -15,6 +14,7 @@ from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer
+from worlds.plain_loop import generate
 
 PROMPTS = [
     "The capital of France is",

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.reference import generate
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.model.decoder import Decoder
@@ -16,6 +15,7 @@ from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import read_spec
 from kvweave.model.weights import load_weights
 from kvweave.types import ChunkId
+from worlds.plain_loop import generate
 
 VOCABULARY = 97
 SMALL = EngineConfig(

@@ -12,28 +12,25 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from kvweave.engine.arrivals import Arrivals
+from kvweave.engine.arrivals import Arrivals, RequestLimits
 from kvweave.engine.chunk_loader import ChunkLoader
 from kvweave.engine.chunk_pages import ChunkPages
-from kvweave.engine.common_steps import CommonSteps
+from kvweave.engine.common_steps import AHEAD, CommonSteps
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.fused_prompts import FusedPrompts
 from kvweave.engine.inbox import Inbox
-from kvweave.engine.lifecycle import Lifecycle
-from kvweave.engine.news import News
+from kvweave.engine.lifecycle import Lifecycle, Message
 from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.page_manager import PageManager, make_pool
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import Cost, ExactPrefixes, guessed_cost_s
 from kvweave.engine.request import EngineRequest, Ticket
-from kvweave.engine.request_limits import RequestLimits
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
-from kvweave.engine.yielding import AHEAD
 from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.recordings import recordings_of
@@ -74,7 +71,7 @@ class Engine:
             pool = make_pool(self.cfg, decoder)
         if runner is None:
             runner = Runner(decoder, open_recorded(decoder, pool, self.cfg.recorded_rows))
-        self._inbox: Inbox[News] = Inbox()
+        self._inbox: Inbox[Message] = Inbox()
         self._allocator = PageAllocator(pool.num_pages)
         self._chunks: ChunkPages | None = None
         if self.cfg.share_chunks:
@@ -131,7 +128,7 @@ class Engine:
         """
         if held and request.background:
             raise RequestError("a background request cannot be held; submit it as one of the two")
-        self._limits.check(request.prompt_ids)
+        self._limits.check_prompt(request.prompt_ids)
         self._limits.check_answer(request)
         ticket = Ticket(request, held, self._notify)
         self._worker.post(ticket)
@@ -139,7 +136,7 @@ class Engine:
 
     def check(self, prompt_ids: Sequence[int]) -> None:
         """Raise RequestError unless a prompt can be computed here, as `submit` would."""
-        self._limits.check(prompt_ids)
+        self._limits.check_prompt(prompt_ids)
 
     def check_answer(self, request: EngineRequest) -> None:
         """Raise RequestError unless what is asked of the answer makes sense, as `submit` would."""

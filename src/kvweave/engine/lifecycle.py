@@ -1,14 +1,16 @@
-"""The life of a request: it begins, loads, is computed, answers and ends. On the engine thread."""
+"""The life of a request: it begins, loads, is computed, answers and ends. On the engine thread.
 
-import logging
+Ticket ─► sequence ─► (LoadedPrompt) ─► scheduler ─► steps ─► logits ─► tokens ─► end
+"""
+
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
 from kvweave.engine.arrivals import Arrivals
 from kvweave.engine.chunk_loader import ChunkLoader, LoadedPrompt
-from kvweave.engine.news import News
 from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import ExactPrefixes
@@ -22,7 +24,9 @@ from kvweave.errors import NoDeviceMemory, NoNumbers
 from kvweave.fuse.record import JOINED
 from kvweave.kernels.recording import is_out_of_memory
 
-log = logging.getLogger(__name__)
+# What other threads post to the engine thread: a ticket that is new, released or cancelled, the end
+# of a load or of a copy to host memory, or a job to run between two steps
+Message = Ticket | LoadedPrompt | ArrivedCopy | Callable[[], None]
 
 
 class Lifecycle:
@@ -52,20 +56,20 @@ class Lifecycle:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, nothing under way of which News will come, and nothing to be
-        done in idle time."""
+        """Whether there is no request, no load or copy whose end is still to be posted, and no work
+        for idle time."""
         under_way = self._loader.is_loading or self._prefixes.is_offloading
         return not (self.sequences or under_way) and self._warm_up.due_s is None
 
     @property
-    def due_s(self) -> float | None:
-        """Seconds until `work_ahead` has something to do without any News; None: never."""
+    def idle_work_due_s(self) -> float | None:
+        """Seconds until `do_idle_work` has something to do, if no message comes; None: never."""
         return None if self.sequences else self._warm_up.due_s
 
-    def work_ahead(self) -> bool:
-        """Do something useful in idle time: compile kernels, record steps ahead of their use, or
-        copy exact KV ahead of its leaving the pool. Does nothing while there is a request. False:
-        there is nothing more to do at once."""
+    def do_idle_work(self) -> bool:
+        """Use a moment without any request: compile a kernel or record a step ahead of its use, or
+        else copy exact KV to host memory before it leaves the pool. Returns whether to call again
+        at once."""
         if self.sequences:
             return False
         if self._warm_up.step():
@@ -73,65 +77,68 @@ class Lifecycle:
         self._prefixes.replicate_some()
         return False
 
-    def has(self, sequence: EngineSequence) -> bool:
-        """Whether a request is still known here, because it has not ended."""
+    def is_alive(self, sequence: EngineSequence) -> bool:
+        """Whether a request has not ended."""
         return self.sequences.get(sequence.ticket) is sequence
 
-    def hear(self, news: News) -> None:
+    def handle(self, message: Message) -> None:
         """Act on what another thread posted to the engine thread."""
-        match news:
+        match message:
             case Ticket():
-                self._update_ticket(news)
+                self._update_ticket(message)
             case LoadedPrompt():
-                self._finish_loading(news)
+                self._finish_loading(message)
             case ArrivedCopy():
-                self._prefixes.settle(news)
+                self._prefixes.settle(message)
             case job:
                 job()
 
     def _update_ticket(self, ticket: Ticket) -> None:
-        """Begin a ticket that is new; release or end one whose owner released or cancelled it."""
+        """Begin a ticket that is new, end one that was cancelled, or let one answer that was held
+        back and is released."""
         sequence = self.sequences.get(ticket)
         if ticket.is_cancelled:
             self.end(ticket)
         elif sequence is not None:
-            self._release(sequence)
+            self._let_answer(sequence)
         elif not ticket.is_done:
             sequence = self._arrivals.begin(ticket)
             self.sequences[ticket] = sequence
             self._scheduler.add(sequence)
 
     def _finish_loading(self, loaded: LoadedPrompt) -> None:
-        """Let a request wait for its turn now that its bytes have come, or end it if they will
-        never come."""
+        """Let a request wait for its turn, because its bytes have come; end it if loading failed,
+        and close the bytes of one that was cancelled meanwhile."""
         sequence, result, started_s = loaded
         sequence.ticket.timeline.loading_s += time.perf_counter() - started_s
         if isinstance(result, BaseException):
             self.end(sequence.ticket, result)
-        elif sequence.ticket not in self.sequences:  # cancelled meanwhile
+        elif not self.is_alive(sequence):
             result.close()
         else:
             sequence.stored = result
             self._scheduler.add(sequence)
 
-    def _release(self, sequence: EngineSequence) -> None:
-        """Let a held request answer: from the logits that it kept, if its prompt is computed."""
+    def _let_answer(self, sequence: EngineSequence) -> None:
+        """Make a held request an ordinary one. If its prompt is computed already, draw its first
+        token from the logits that were kept."""
         if sequence.progress.held:
             self.counts.count_right_guess(sequence)
         logits, sequence.logits = sequence.logits, None
         self._scheduler.release(sequence)
         if logits is not None:
-            self.answer(sequence, logits)
+            self.draw_token(sequence, logits)
 
-    def hand_out(self, output: StepOutput) -> None:
-        """Give every request the rows and logits that a common step computed for it."""
-        shared = len(output.results) > 1
+    def finish_step(self, output: StepOutput) -> None:
+        """Take in what a common step computed: rows, and logits of the requests that are through
+        with theirs."""
+        is_shared = len(output.results) > 1
         for result in output.results:
-            self._hand_out_slice(result, output.seconds, shared)
+            self._finish_slice(result, output.seconds, is_shared)
 
-    def _hand_out_slice(self, result: SliceResult, seconds: float, shared: bool) -> None:
-        """Advance one request by the rows that a step of `seconds` computed of it, and answer if
-        the step gave it logits. `shared`: others took part in the step."""
+    def _finish_slice(self, result: SliceResult, seconds: float, is_shared: bool) -> None:
+        """Advance one request by the rows of a step that took `seconds`, and draw a token if the
+        step gave it logits. `is_shared`: others took part in the step."""
         sequence, num_rows = result.slice
         if result.error is not None:
             self.end(sequence.ticket, result.error)
@@ -140,32 +147,34 @@ class Lifecycle:
         sequence.progress.advance(num_rows)
         if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{JOINED}")
-        self.offer(sequence)
-        sequence.ticket.timeline.add_step(seconds, shared)
+        self.offer_to_tree(sequence)
+        sequence.ticket.timeline.add_step(seconds, is_shared)
         if result.logits is None:
             return
         if sequence.ticket.record is None:
             is_fused = sequence.request.fused is not None
             sequence.ticket.record = (joined_record if is_fused else exact_record)(sequence)
-        self.answer(sequence, result.logits, result.likeliest)
+        self.draw_token(sequence, result.logits, result.likeliest)
 
-    def offer(self, sequence: EngineSequence) -> None:
-        """Offer the knowledge tree the exact part of a prompt that was computed further."""
-        taken = self._pages.offer(sequence)
+    def offer_to_tree(self, sequence: EngineSequence) -> None:
+        """Offer the knowledge tree the parts of a prompt that are computed exactly by now."""
+        num_taken = self._pages.offer(sequence)
         if sequence.request.fused is not None:
-            self.counts.add("fused_offered", taken)
+            self.counts.add("fused_offered", num_taken)
 
-    def answer(
+    def draw_token(
         self,
         sequence: EngineSequence,
         logits: Tensor,
         likeliest: int | None = None,
         lead: float | None = None,
     ) -> None:
-        """Draw a token and hand it out; a held request keeps the logits instead.
+        """Draw the next token of a request from its logits [V], give it to the reader, and end the
+        request if that was the last one.
 
-        `likeliest` is the most likely token if it is known and nothing else matters; `lead` is how
-        far its logit is ahead of the next one, if that is known.
+        A held request keeps the logits instead. A fused prompt whose first token is a close call is
+        computed again, exactly. `likeliest` is the most likely token if it is known and nothing
+        else matters; `lead` is how far its logit is ahead of the next one, if that is known.
         """
         in_background = sequence.progress.background
         try:
@@ -174,14 +183,14 @@ class Lifecycle:
                 return
             if not sequence.answered:
                 if is_close_call(sequence, logits, lead):
-                    self._compute_exactly(sequence)
+                    self._begin_again_exactly(sequence)
                     return
                 if not in_background:
                     self.counts.count_prompt(sequence)
             choice = sequence.choose(logits, likeliest)
         except Exception as error:  # the device's, or logits that are no numbers: this request's
             if isinstance(error, NoNumbers):
-                self._drop_bad_pages(sequence)
+                self.counts.add("kv_distrusted", self._pages.drop_bad_pages(sequence))
             self.end(sequence.ticket, error)
             return
         self.failed_in_row = 0
@@ -190,20 +199,9 @@ class Lifecycle:
         if sequence.take(choice):
             self.end(sequence.ticket)
 
-    def _drop_bad_pages(self, sequence: EngineSequence) -> None:
-        """Drop the pages that a failed request read if they hold values that are no numbers, so
-        that the next request does not read them."""
-        try:
-            dropped = self._pages.drop_bad_pages(sequence)
-        except RuntimeError as error:  # CUDA's: the request has an error to end with already
-            log.warning("what an answer was computed from could not be looked at: %s", error)
-            return
-        if dropped:
-            log.warning("KV on the device held what is no number: %d chunks or prefixes", dropped)
-        self.counts.add("kv_distrusted", dropped)
-
-    def _compute_exactly(self, sequence: EngineSequence) -> None:
-        """Begin a fused prompt again as a prompt that is computed in full."""
+    def _begin_again_exactly(self, sequence: EngineSequence) -> None:
+        """Forget what was computed of a fused prompt, and let it wait as one that is computed in
+        full."""
         self.counts.add("fused_close_calls")
         sequence.request = replace(sequence.request, fused=None)
         sequence.fuse_record = sequence.ticket.record = None
@@ -211,13 +209,13 @@ class Lifecycle:
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """End a request that is finished, cancelled or failed with `error`: give back all that it
-        holds, count it and tell its reader."""
+        holds, count it, and tell its reader. A ticket that never began has only a reader."""
         error = _error_for_reader(error)
         sequence = self.sequences.pop(ticket, None)
         self._warm_up.note_request_ended()
         try:
             if sequence is not None:
-                self._take_back(sequence)
+                self._give_back(sequence)
                 how = "failed" if error else "aborted" if ticket.is_cancelled else "finished"
                 whose = "background" if ticket.request.background else "requests"
                 self.counts.add(f"{whose}_{how}")
@@ -225,8 +223,8 @@ class Lifecycle:
         finally:  # whatever is wrong with the books, its reader must not wait for ever
             ticket.end(error)
 
-    def _take_back(self, sequence: EngineSequence) -> None:
-        """Take a request out of the scheduler and free its stored bytes and its pages."""
+    def _give_back(self, sequence: EngineSequence) -> None:
+        """Remove a request from the scheduler, and free its stored bytes and its pages."""
         if sequence.progress.held:
             self.counts.count_wrong_guess(sequence)
         self._scheduler.remove(sequence)
@@ -240,8 +238,8 @@ def _error_for_reader(error: BaseException | None) -> BaseException | None:
     of memory, else `error` itself."""
     if not isinstance(error, RuntimeError) or not is_out_of_memory(error):
         return error
-    told = NoDeviceMemory(
+    refusal = NoDeviceMemory(
         "the device has no memory left for this request; try again later, or send less text"
     )
-    told.__cause__ = error
-    return told
+    refusal.__cause__ = error
+    return refusal

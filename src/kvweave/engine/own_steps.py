@@ -77,7 +77,7 @@ class OwnSteps:
         taken in between the two, so all its sequences are still there."""
         finish, self._step = self._step, None
         if finish is not None:
-            self._lifecycle.hand_out(finish())
+            self._lifecycle.finish_step(finish())
 
     def finish_prompt(self) -> None:
         """Hand out the first token of the prompt that was ordered, if there is one."""
@@ -89,7 +89,7 @@ class OwnSteps:
         """Wait for the pass of an ordered prompt and end its step; end the request if the device
         failed."""
         sequence = ordered.sequence
-        if not self._lifecycle.has(sequence):
+        if not self._lifecycle.is_alive(sequence):
             return  # it has ended meanwhile, and given back what it held
         try:
             prefilled = ordered.prefill.finish()
@@ -147,12 +147,12 @@ class OwnSteps:
             lifecycle.counts.add("fused_shared")
         if prefilled is None:
             own.apart_s += seconds
-            lifecycle.offer(own)
+            lifecycle.offer_to_tree(own)
             return
         way = word_for_pass(own)
         own.fuse_record = replace(prefilled.record, way=way)
         own.finish_prompt()
-        lifecycle.offer(own)
+        lifecycle.offer_to_tree(own)
         lifecycle.counts.add(f"fused_{way}")
         if own.ticket.record is None:
             own.ticket.record = own.fuse_record
@@ -161,7 +161,7 @@ class OwnSteps:
             if first is not None and is_plainly_greedy([own]):
                 likeliest = first.token_id
             lead = None if first is None else first.lead
-            lifecycle.answer(own, prefilled.logits, likeliest, lead)
+            lifecycle.draw_token(own, prefilled.logits, likeliest, lead)
 
     def _work_while_scoring(self, own: EngineSequence) -> None:
         """Use the time in which the device scores the rows of `own`: hand out the first token of

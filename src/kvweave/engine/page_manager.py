@@ -1,5 +1,6 @@
 """Gives sequences their pages, from the knowledge tree where it has them, and takes them back."""
 
+import logging
 import os
 import time
 from collections import Counter
@@ -25,6 +26,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.segmented_kv import SegmentedKV
 
+log = logging.getLogger(__name__)
 MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size
 
 
@@ -340,16 +342,28 @@ class PageManager:
             raise RoomLost(f"{count} pages for chunks that were lost")
 
     def drop_bad_pages(self, sequence: EngineSequence) -> int:
-        """Let nobody find the chunks and tree nodes that a sequence reads if they hold values that
-        are no numbers. Returns how many there were."""
-        dropped = 0
-        lease = sequence.shared
-        if self._chunks is not None and lease is not None:
-            for chunk in [each for each in lease.chunks.values() if each.is_filled]:
-                if is_bad_chunk(self._pool, chunk.pages, chunk.num_tokens):
-                    self._chunks.discard(chunk)
-                    dropped += 1
-        return dropped + self._prefixes.drop_bad_pages(sequence.path)
+        """Let no other request find the chunks and tree nodes that a failed one reads, if they hold
+        values that are no numbers. Returns how many there were."""
+        try:
+            num_dropped = self._drop_bad_chunks(sequence)
+            num_dropped += self._prefixes.drop_bad_pages(sequence.path)
+        except RuntimeError as error:  # CUDA's: the request has an error to end with already
+            log.warning("what an answer was computed from could not be looked at: %s", error)
+            return 0
+        if num_dropped:
+            log.warning(
+                "KV on the device held what is no number: %d chunks or prefixes", num_dropped
+            )
+        return num_dropped
+
+    def _drop_bad_chunks(self, sequence: EngineSequence) -> int:
+        if self._chunks is None or sequence.shared is None:
+            return 0
+        filled = [chunk for chunk in sequence.shared.chunks.values() if chunk.is_filled]
+        bad = [c for c in filled if is_bad_chunk(self._pool, c.pages, c.num_tokens)]
+        for chunk in bad:
+            self._chunks.discard(chunk)
+        return len(bad)
 
     def retire(self, sequence: EngineSequence) -> None:
         """Take everything back that a sequence holds. Harmless for one that holds nothing."""

@@ -56,7 +56,7 @@ class SparseRows:
 class Progress:
     """How far one sequence has come. The engine thread alone changes it."""
 
-    arrival: float  # smaller came first, or is its tenant's turn: see fair_ranks.py
+    arrival: float  # smaller came first, or is its tenant's turn: see waiting_queue.py
     known: int  # tokens of the prompt and of the answer so far
     held: bool = False  # speculation: computed, not answered
     computed: int = 0  # of the known ones, those whose KV is there

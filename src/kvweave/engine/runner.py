@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kvweave.engine.scheduler import StepSlice
 from kvweave.engine.sequence import EngineSequence, is_plainly_greedy
-from kvweave.engine.yielding import StepGivenUp
 from kvweave.kernels.host import Returning, on_device
 from kvweave.kernels.recording import Refusals
 from kvweave.model.decoder import Decoder
@@ -22,6 +21,10 @@ log = logging.getLogger(__name__)
 NO_NUMBER = -1  # instead of the likeliest token, where the logits are no numbers
 SequenceSlice = StepSlice[EngineSequence]
 PlayStep = Callable[[Sequence[Rows]], StepResult | None]
+
+
+class StepGivenUp(Exception):
+    """A step was stopped: nothing came of it, and nothing has changed."""
 
 
 class SliceResult(NamedTuple):

@@ -8,13 +8,13 @@ Prefill, a slice of it, decode and recomputing after a preemption are the same b
     2  then those under way, oldest first, as many rows as the step has left; speculations behind
        all others and a few rows at a time, because a wrong one can only end between two steps.
        Where nothing else is to be computed they may have more, if the config says so: a step that
-       has nothing but speculations then gives way between two layers (`yielding.py`).
+       has nothing but speculations then may stop between two layers (`common_steps.py`).
        A slice may be longer than what is left by rows that cannot be cut, once per step
     3  then those that wait, while there is room for their whole prompt
     4  if none of these has a row: one in the background, in short steps, the first to come
 
 Tenants share all of this: whose turn it is comes before which of their sequences it is
-(`fair_ranks.py`). A tenant of which nothing runs while others have all pages or all places gets
+(`waiting_queue.py`). A tenant of which nothing runs while others have all pages or all places gets
 those of one of them that has several.
 
 When pages run out, the sequence that came last gives its pages back and is computed again later:
@@ -28,9 +28,8 @@ from collections.abc import Collection, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.fair_ranks import FairRanks
 from kvweave.engine.progress import Scheduled
-from kvweave.engine.waiting_queue import WaitingQueue
+from kvweave.engine.waiting_queue import FairRanks, WaitingQueue
 
 NEWCOMER = "\0"  # stands for a tenant of which nothing runs yet
 MOST_GIVEN_UP = 3  # steps of a sequence in a row; the next runs through
@@ -257,15 +256,15 @@ class Scheduler(Generic[S]):
         """Rows that a sequence gets in a step that has `left` rows, besides those in `rows_of`."""
         if not sequence.progress.held:
             return sequence.progress.share(left)
-        alone = all(_can_give_way(one) for one in (sequence, *rows_of))
+        alone = all(_can_stop(one) for one in (sequence, *rows_of))
         alone = alone and all(one.progress.held for one in self.waiting.sequences())
         most = self._guess_alone_rows if alone else self._guess_rows
         return sequence.progress.share(min(left, most))
 
-    def gives_way(self, step: Sequence[StepSlice[S]]) -> bool:
-        """Whether a step of `next_step` stops between two layers when others come: it is of idle
-        time, or has speculations alone, which may be longer than anybody should wait."""
-        if not all(_can_give_way(each.sequence) for each in step):
+    def may_stop(self, step: Sequence[StepSlice[S]]) -> bool:
+        """Whether a step of `next_step` may stop between two layers when others come: it is of
+        idle time, or has speculations alone, which may be longer than anybody should wait."""
+        if not all(_can_stop(each.sequence) for each in step):
             return False
         is_set = self._guess_alone_rows > self._guess_rows
         return is_set or all(each.sequence.progress.background for each in step)
@@ -288,14 +287,14 @@ class Scheduler(Generic[S]):
         """Give a new sequence its pages; preempt sequences in the background, and speculations
         unless it is one. False: there is still no room."""
         while not self._pages.admit(new):
-            giving_way = [
+            weaker = [
                 one
                 for one in self.running
                 if one.progress.background or (one.progress.held and not new.progress.held)
             ]
-            if not giving_way:
+            if not weaker:
                 return False
-            self._preempt(max(giving_way, key=_leaving_order), rows_of)
+            self._preempt(max(weaker, key=_leaving_order), rows_of)
         return True
 
     def _preempt_for_new_tenant(self, rows_of: dict[S, int]) -> S | None:
@@ -357,9 +356,9 @@ class Scheduler(Generic[S]):
             self.add(victim)
 
 
-def _can_give_way(sequence: Scheduled) -> bool:
+def _can_stop(sequence: Scheduled) -> bool:
     """Whether a sequence may stop between two layers: nobody waits for it, and its rows may run
-    twice (those of a fused prompt move others). One that gave way too often may not, or it would
+    twice (those of a fused prompt move others). One that stopped too often may not, or it would
     never finish."""
     progress = sequence.progress
     can = (progress.held or progress.background) and progress.sparse is None

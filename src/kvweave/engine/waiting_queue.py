@@ -1,9 +1,16 @@
-"""Sequences that wait for their turn. Plain ints and lists.
+"""Sequences that wait for their turn, and whose turn it is. Plain ints and lists.
 
-The one that the cache serves best goes first (RAGCache): running it now costs little and keeps its
-prefix in use; put off, it may find the prefix evicted. Matters only when requests really queue. One
-whose next exact tokens another computes now waits until they are shared, and holds up no one: so
-many requests over the same documents compute them once.
+Tenants share the engine fairly, however many requests each of them has (start-time fair queueing).
+Every request has a rank, and the smallest goes first. A tenant's requests stand one behind the
+other, as far apart as they are long; a tenant that has had nothing for a while begins where the
+others are now. So of tenants that always have requests each gets an equal share of the rows, and
+the first request of another waits for those under way, not for all that came before it. With one
+tenant it is the order of arrival.
+
+Of one tenant's requests the one that the cache serves best goes first (RAGCache): running it now
+costs little and keeps its prefix in use; put off, it may find the prefix evicted. Matters only when
+requests really queue. One whose next exact tokens another computes now waits until they are shared,
+and holds up no one: so many requests over the same documents compute them once.
 """
 
 from bisect import insort_right
@@ -16,6 +23,7 @@ from kvweave.engine.progress import Scheduled
 from kvweave.errors import ConfigError
 
 WINDOW = 32  # at most so many sequences overtake any other
+MOST_TENANTS = 1024  # that are remembered before those without requests are forgotten
 
 S = TypeVar("S", bound=Scheduled)
 
@@ -112,3 +120,33 @@ def _tenants(queue: "Sequence[_Waiting[S]]") -> list[str]:
 def order_priority(cached_tokens: int, compute_tokens: int) -> float:
     """Return cached ÷ tokens to compute; larger goes first."""
     return cached_tokens / max(1, compute_tokens)
+
+
+def share_of(namespace: str) -> str:
+    """Return the tenant whose share a request counts against.
+
+    A client may name tenants of its own behind the one whose key it has (`acme/x`, see
+    `KVTransfer`): those are one, or each name would be another share. A gateway without a tenant
+    (`/x`) speaks for tenants that are strangers to each other.
+    """
+    return namespace.partition("/")[0] or namespace
+
+
+class FairRanks:
+    """Ranks of requests by arrival, fair among tenants. For the engine thread."""
+
+    def __init__(self) -> None:
+        self._now = 0.0  # the largest rank that began
+        self._ends: dict[str, float] = {}  # by tenant: where its next request may stand
+
+    def rank(self, tenant: str, cost: int) -> float:
+        """Return the rank of a request that arrives now and takes `cost` rows."""
+        start = max(self._now, self._ends.get(tenant, 0.0))
+        self._ends[tenant] = start + max(1, cost)
+        if len(self._ends) > MOST_TENANTS:
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        return start
+
+    def advance_to(self, rank: float) -> None:
+        """Note that a request of that rank is computed from now on."""
+        self._now = max(self._now, rank)

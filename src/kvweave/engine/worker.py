@@ -1,7 +1,7 @@
-"""The engine's thread: hears the news, then takes a step, while there is work.
+"""The engine's thread: handles messages, then takes a step, while there is work.
 
-What other threads post is heard between two steps, in order. The thread starts with the first news
-and ends when there was nothing to do for a while.
+What other threads post is handled between two steps, in order. The thread starts with the first
+message and ends when there was nothing to do for a while.
 """
 
 import logging
@@ -16,8 +16,7 @@ import torch
 
 from kvweave.engine.common_steps import CommonSteps
 from kvweave.engine.inbox import Inbox
-from kvweave.engine.lifecycle import Lifecycle
-from kvweave.engine.news import News, is_job
+from kvweave.engine.lifecycle import Lifecycle, Message
 from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.request import Ticket
 from kvweave.engine.scheduler import Scheduler
@@ -41,7 +40,7 @@ class Worker:
 
     def __init__(
         self,
-        inbox: Inbox[News],
+        inbox: Inbox[Message],
         lifecycle: Lifecycle,
         scheduler: Scheduler[EngineSequence],
         common_steps: CommonSteps,
@@ -59,8 +58,8 @@ class Worker:
         self._idle_s = idle_s
         self._thread: threading.Thread | None = None  # guarded by the inbox's condition
         self._step_from_s: float | None = None  # when the step at hand began
-        self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded likewise
-        self._is_abandoned = False
+        self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded by it too
+        self.is_abandoned = False  # whether `abandon` was called
 
     # ---- any thread
 
@@ -87,7 +86,7 @@ class Worker:
         What the thread holds is lost; the thread itself cannot be ended.
         """
         with self._inbox.changed:
-            self._is_abandoned = True
+            self.is_abandoned = True
             self._inbox.close()
             futures = list(self._futures)
             tickets = [each for each in self._inbox.peek() if isinstance(each, Ticket)]
@@ -96,19 +95,15 @@ class Worker:
         for ticket in [*list(self._lifecycle.sequences), *tickets]:
             ticket.end(error)
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether `abandon` was called."""
-        return self._is_abandoned
-
-    def post(self, news: News) -> None:
-        """Post news to the inbox, and start the thread if it does not run. Raises EngineClosed.
+    def post(self, message: Message) -> None:
+        """Post a message to the inbox, and start the thread if it does not run. Raises
+        EngineClosed.
 
         The engine's own helpers post to the inbox directly: the thread does not end before it has
-        heard of what is under way.
+        handled what is under way.
         """
         with self._inbox.changed:
-            self._inbox.post(news)
+            self._inbox.post(message)
             if self._thread is None:
                 self._start()
 
@@ -141,7 +136,7 @@ class Worker:
         with self._inbox.changed:
             self._inbox.close()
             thread = self._thread
-        if self._is_abandoned:
+        if self.is_abandoned:
             return  # it may never end
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -154,15 +149,15 @@ class Worker:
     # ---- the thread
 
     def _take_step(self) -> bool:
-        """Take in the news, then take one step. False: there is nothing to do."""
+        """Handle the messages, then take one step. False: there is nothing to do."""
         own_steps = self._own_steps
         own_steps.finish_step()  # an own step that failed has left it
-        self._take_in_news()
+        self._handle_messages()
         if not self._scheduler.has_own_step:
             own_steps.finish_prompt()
         slices = self._scheduler.next_step()  # ints and lists only
         if not slices:
-            return self._lifecycle.work_ahead()
+            return self._lifecycle.do_idle_work()
         first = slices[0].sequence
         if first.progress.own_step:
             own_steps.take(first)  # a fused prompt is laid out
@@ -171,13 +166,13 @@ class Worker:
             own_steps.count_common_step()
         return True
 
-    def _take_in_news(self) -> None:
-        """Act on all news that was posted before this call."""
+    def _handle_messages(self) -> None:
+        """Act on all messages that were posted before this call."""
         for _ in range(len(self._inbox)):  # one by one: what waits behind a job still counts
-            news = self._inbox.take()
-            if is_job(news):
-                self._own_steps.finish_prompt()  # it finds the device at rest
-            self._lifecycle.hear(news)
+            message = self._inbox.take()
+            if callable(message):  # a job finds the device at rest
+                self._own_steps.finish_prompt()
+            self._lifecycle.handle(message)
             self.beat()
 
     def _run_thread(self) -> None:
@@ -191,7 +186,11 @@ class Worker:
         except BaseException as error:
             log.critical("the engine thread died; the next request has another", exc_info=error)
             self._step_from_s = None
-            self._end_all(error if isinstance(error, Exception) else _death_error(error))
+            if not isinstance(
+                error, Exception
+            ):  # for readers: what ended the thread is no Exception
+                error = RuntimeError(f"the engine thread died: {type(error).__name__} {error}")
+            self._end_all(error)
             with self._inbox.changed:
                 self._thread = None
                 if self._inbox and not self._inbox.is_closed:  # came meanwhile
@@ -207,7 +206,7 @@ class Worker:
             busy = self._take_guarded_step()
             with inbox.changed:
                 if not busy and not inbox and not inbox.is_closed:
-                    due_s = self._lifecycle.due_s
+                    due_s = self._lifecycle.idle_work_due_s
                     inbox.changed.wait(self._idle_s if due_s is None else due_s)
                 ending = inbox.is_closed
                 if ending or (not busy and not inbox and self._lifecycle.is_idle):
@@ -232,11 +231,11 @@ class Worker:
     def _end_all(self, error: BaseException) -> None:
         """End every request with `error`. Jobs that were posted still run."""
         self._own_steps.forget()
-        news = [self._inbox.take() for _ in range(len(self._inbox))]
-        for each in news:
-            if not isinstance(each, Ticket):
-                self._lifecycle.hear(each)
-        new = [each for each in news if isinstance(each, Ticket)]
+        messages = [self._inbox.take() for _ in range(len(self._inbox))]
+        for message in messages:
+            if not isinstance(message, Ticket):
+                self._lifecycle.handle(message)
+        new = [message for message in messages if isinstance(message, Ticket)]
         for ticket in [*self._lifecycle.sequences, *new]:
             try:
                 self._lifecycle.end(ticket, error)
@@ -248,8 +247,3 @@ def _fail(future: "Future[Any]", error: BaseException) -> None:
     """Give a waiting thread `error`, unless its job has a result already."""
     with suppress(InvalidStateError):  # it has its result, or was failed before
         future.set_exception(error)
-
-
-def _death_error(error: BaseException) -> RuntimeError:
-    """Return the error for requests whose thread died of something that is no Exception."""
-    return RuntimeError(f"the engine thread died: {type(error).__name__} {error}".rstrip())

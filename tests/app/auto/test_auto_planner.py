@@ -594,7 +594,7 @@ def test_plan_prints_every_option_and_computes_no_answer(
     world.calibrate(("epic", 0.1, 0.01))
     world.set_machine()
     monkeypatch.setattr("kvweave.cli.plan.open_weave", lambda **_: weave)
-    monkeypatch.setattr("kvweave.engine.reference.continue_answer", None)
+    monkeypatch.setattr("kvweave.engine.engine.Engine.submit", None)
     monkeypatch.setenv("COLUMNS", "160")
     world.folder.mkdir(exist_ok=True)
     ran = run("plan", QUESTION, "--kb", world.folder)
