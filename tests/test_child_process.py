@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.child_process import make_child_environment
-from kvweave.corpus.parsers.apart import ParserPool
 from kvweave.corpus.parsers.base import ParseLimits
+from kvweave.corpus.parsers.parser_process import ParserPool
 from kvweave.kernels.native.build import build
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.sources import Workplace

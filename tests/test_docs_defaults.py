@@ -124,7 +124,7 @@ QUOTED = [
             "config:LibrarySettings().parse_bytes >> 30",
         ),
         ("leaves when there was none for {:g} s)", "corpus.parsers.child:IDLE_S"),
-        ("Texts of up to {} KiB are parsed", "corpus.parsers.apart:SHORT_BYTES >> 10"),
+        ("Texts of up to {} KiB are parsed", "corpus.parsers.parser_process:SHORT_BYTES >> 10"),
     ),
     *quoted("server.md", ("| `messages` | {} at most;", "serve.wire.base:MOST_MESSAGES")),
     *quoted("server.md", ("the model may call, {} at most:", "text.tool_calls:MOST_TOOLS")),

@@ -18,7 +18,7 @@ import torch
 
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
-from kvweave.corpus.parsers.apart import parse_apart
+from kvweave.corpus.parsers.parser_process import parse_in_child
 from kvweave.errors import CorpusError, KVWeaveError, TierError
 from kvweave.kv.format.header import PRELUDE_BYTES, header_checksum
 from kvweave.kv.format.memory import new_memory
@@ -170,7 +170,7 @@ def parsers_job() -> Iterator[Feed]:
         if ending not in ENDINGS:
             ending = endings[len(data) % len(endings)]
         try:
-            records = parse_apart(Path(f"file{ending}"), content, limits)
+            records = parse_in_child(Path(f"file{ending}"), content, limits)
         except CorpusError:
             return
         for record in records:

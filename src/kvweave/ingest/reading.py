@@ -11,8 +11,8 @@ from pathlib import Path
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.metadata import Metadata, check_metadata, digest_text
 from kvweave.corpus.parsers import ParsedRecord, read_bytes
-from kvweave.corpus.parsers.apart import parse_apart
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
+from kvweave.corpus.parsers.parser_process import parse_in_child
 from kvweave.errors import CorpusError, EngineClosed
 from kvweave.ingest.options import IngestOptions
 from kvweave.ingest.report import Skipped, Tally
@@ -123,7 +123,7 @@ class SourceReader:
         if self._is_unchanged(source, fingerprint, len(data)):
             return
         try:
-            records = parse_apart(path, data, self._limits, self._ticking(source))
+            records = parse_in_child(path, data, self._limits, self._ticking(source))
         except CorpusError as error:  # what a parser tripped over, the other files can do without
             self._tally.skip(source, error)
             return

@@ -38,8 +38,8 @@ from kvweave.corpus.kb_folder import remove_folder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.metadata import Metadata, MetadataFilter, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
-from kvweave.corpus.parsers.apart import read_fields
 from kvweave.corpus.parsers.base import LONGEST_TITLE
+from kvweave.corpus.parsers.parser_process import read_fields
 from kvweave.corpus.search import Retrieval, SearchOptions
 from kvweave.corpus.settings import KnowledgeBaseSettings, check_settings, read_settings
 from kvweave.errors import (

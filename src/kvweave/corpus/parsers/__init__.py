@@ -1,4 +1,4 @@
-"""One parser per kind of file, found by its ending. A new kind is a new file and a line here."""
+"""One parser per kind of file, found by its ending. A new kind is a function and a line here."""
 
 import stat
 from importlib import import_module
@@ -9,30 +9,26 @@ from kvweave.errors import CorpusError
 
 __all__ = ["ENDINGS", "ParseLimits", "ParsedRecord", "parse", "read_bytes"]
 
-# ending → module of this folder with a `parse`; loaded when the first such file comes along
+# ending → module of this folder and its function, loaded when the first such file comes along
 ENDINGS: dict[str, str] = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".markdown": "text",
-    ".html": "html",
-    ".htm": "html",
-    ".xhtml": "html",
-    ".pdf": "pdf",
-    ".csv": "table",
-    ".tsv": "table",
-    ".jsonl": "jsonlines",
-    ".ndjson": "jsonlines",
-    ".docx": "word",
-    ".json": "structured",
-    ".yaml": "structured",
-    ".yml": "structured",
-    ".rst": "restructured",
-    ".xlsx": "sheet",
-    ".pptx": "slides",
-    ".epub": "book",
-    **dict.fromkeys((".py", ".js", ".ts", ".go", ".rs", ".java", ".c", ".h", ".cc"), "code"),
-    **dict.fromkeys((".cpp", ".hpp", ".cs", ".rb", ".php", ".sh", ".sql", ".kt", ".swift"), "code"),
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown"), "text.parse_text"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), "html.parse_html"),
+    ".pdf": "pdf.parse_pdf",
+    ".csv": "tables.parse_table",
+    ".tsv": "tables.parse_table",
+    ".jsonl": "objects.parse_json_lines",
+    ".ndjson": "objects.parse_json_lines",
+    ".docx": "office.parse_word",
+    ".json": "objects.parse_objects",
+    ".yaml": "objects.parse_objects",
+    ".yml": "objects.parse_objects",
+    ".rst": "text.parse_restructured",
+    ".xlsx": "tables.parse_workbook",
+    ".pptx": "office.parse_slides",
+    ".epub": "book.parse_book",
+    **dict.fromkeys((".py", ".js", ".ts", ".go", ".rs", ".java", ".c", ".h"), "text.parse_code"),
+    **dict.fromkeys((".cc", ".cpp", ".hpp", ".cs", ".rb", ".php", ".sh"), "text.parse_code"),
+    **dict.fromkeys((".sql", ".kt", ".swift"), "text.parse_code"),
 }
 
 
@@ -53,10 +49,11 @@ def read_bytes(path: Path, limits: ParseLimits) -> bytes:
 
 def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     """All records of a file, or CorpusError with the reason why there are none."""
-    module = ENDINGS.get(path.suffix.lower())
-    if module is None:
+    name = ENDINGS.get(path.suffix.lower())
+    if name is None:
         raise CorpusError(
             f"no parser for {path.suffix or 'a file without ending'}; known: {' '.join(ENDINGS)}"
         )
-    parser: Parser = import_module(f"kvweave.corpus.parsers.{module}").parse
+    module, _, function = name.partition(".")
+    parser: Parser = getattr(import_module(f"kvweave.corpus.parsers.{module}"), function)
     return parser(path, data, limits)

@@ -2,8 +2,11 @@
 
 import codecs
 import hashlib
+import io
 import re
-from collections.abc import Callable, Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -202,3 +205,28 @@ def check_length(text: str, limits: ParseLimits) -> str:
     if len(text) > limits.text_chars:
         raise CorpusError(f"more than {limits.text_chars:,} characters of text")
     return text
+
+
+def check_unpacked(data: bytes, limits: ParseLimits, what: str) -> None:
+    """Raise CorpusError for what is no zip archive, or one that unpacks to too much."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            unpacked_bytes = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise CorpusError(f"broken {what} ({error})") from error
+    if unpacked_bytes > limits.text_chars:
+        raise CorpusError(f"unpacks to {unpacked_bytes / 2**20:,.0f} MiB")
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Raise whatever goes wrong inside as a CorpusError that calls the file a broken `what`: bytes
+    that call themselves one can fail anywhere in its library. MemoryError is left to those who know
+    the limit."""
+    try:
+        yield
+    except (CorpusError, MemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CorpusError(f"broken {what} ({reason[:120]})") from error

@@ -7,31 +7,31 @@ from pathlib import Path
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
-from kvweave.corpus.parsers import html
-from kvweave.corpus.parsers.archive import check_unpacked
-from kvweave.corpus.parsers.base import ParsedRecord, ParseLimits, check_length, lone_record
+from kvweave.corpus.parsers.base import (
+    ParsedRecord,
+    ParseLimits,
+    check_length,
+    check_unpacked,
+    lone_record,
+    reading,
+)
+from kvweave.corpus.parsers.html import parse_html
 from kvweave.errors import CorpusError
 
 CONTAINER = "META-INF/container.xml"
 PAGES = ("application/xhtml+xml", "text/html")
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
+def parse_book(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     check_unpacked(data, limits, "EPUB")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as book:
-            folder, package = _package(book)
-            texts = [
-                _page(book, name, limits)
-                for name in _reading_order(folder, package)
-                if name in book.namelist()
-            ]
-            named = next((e.text for e in package.iter() if _tag(e) == "title" and e.text), "")
-    except (CorpusError, MemoryError):
-        raise
-    except Exception as error:  # a zip with anything inside can call itself .epub
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CorpusError(f"broken EPUB ({reason[:120]})") from error
+    with reading("EPUB"), zipfile.ZipFile(io.BytesIO(data)) as book:
+        folder, package = _package(book)
+        texts = [
+            _page(book, name, limits)
+            for name in _reading_order(folder, package)
+            if name in book.namelist()
+        ]
+        named = next((e.text for e in package.iter() if _tag(e) == "title" and e.text), "")
     text = "\n\n".join(filter(None, texts))
     return lone_record(named.strip() or path.stem, check_length(text, limits))
 
@@ -57,7 +57,7 @@ def _reading_order(folder: str, package: ElementTree.Element) -> list[str]:
 
 def _page(book: zipfile.ZipFile, name: str, limits: ParseLimits) -> str:
     try:
-        (record,) = html.parse(Path(name), book.read(name), limits)
+        (record,) = parse_html(Path(name), book.read(name), limits)
     except CorpusError as error:
         if str(error) == "no text in it":  # a cover
             return ""

@@ -1,5 +1,5 @@
 """The process that parses: reads a file from its standard input, writes its records to its standard
-output, and waits for the next. `apart.py` starts it, and kills it where it takes too long.
+output, and waits for the next. `parser_process.py` starts it, and kills it where it takes too long.
 
     request   head length u32, data length u64, head (JSON), data
     reply     b"r", count u64, then the fields of each record: lengths u64 × 4 × count, bytes in
@@ -40,26 +40,26 @@ def main() -> None:
     source, target = os.fdopen(0, "rb", 0), os.fdopen(1, "wb", 0)
     sys.stdout = sys.stderr  # a parser that prints must not write into a reply
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while _is_asked():
-        head = _exactly(source, HEAD.size)
+    while _has_request():
+        head = _read_exactly(source, HEAD.size)
         if not head:
             return
         head_bytes, data_bytes = HEAD.unpack(head)
-        wanted = json.loads(_exactly(source, head_bytes))
-        reply = _reply(wanted, _exactly(source, data_bytes))
+        request = json.loads(_read_exactly(source, head_bytes))
+        reply = _reply(request, _read_exactly(source, data_bytes))
         while reply:
             reply = reply[target.write(reply) :]
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > LARGE_KIB:
             return
 
 
-def _is_asked() -> bool:
+def _has_request() -> bool:
     poll = select.poll()
     poll.register(0, select.POLLIN)
     return bool(poll.poll(IDLE_S * 1000))
 
 
-def _exactly(source: Any, num_bytes: int) -> bytes:
+def _read_exactly(source: Any, num_bytes: int) -> bytes:
     """Empty where the parent is gone."""
     data = bytearray()
     while len(data) < num_bytes:
@@ -70,17 +70,17 @@ def _exactly(source: Any, num_bytes: int) -> bytes:
     return bytes(data)
 
 
-def _reply(wanted: dict[str, Any], data: bytes) -> memoryview:
-    limits = ParseLimits(**wanted["limits"])
+def _reply(request: dict[str, Any], data: bytes) -> memoryview:
+    limits = ParseLimits(**request["limits"])
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, hard))
     signal.alarm(int(limits.seconds) + LATE_S)
     try:
-        if wanted["name"] == FIELDS:
+        if request["name"] == FIELDS:
             records = _fields(data)
         else:
-            records = parse(Path(wanted["name"]), data, limits)
-        return memoryview(_packed(records))
+            records = parse(Path(request["name"]), data, limits)
+        return memoryview(_pack(records))
     except MemoryError:
         words = (
             f"reading it takes more than {limits.memory_bytes / 2**20:,.0f} MiB of memory; "
@@ -98,7 +98,7 @@ def _reply(wanted: dict[str, Any], data: bytes) -> memoryview:
     return memoryview(REASON + SIZE.pack(len(reason)) + reason)
 
 
-def _packed(records: Sequence[ParsedRecord]) -> bytes:
+def _pack(records: Sequence[ParsedRecord]) -> bytes:
     parts = [part.encode() for record in records for part in record]
     lengths = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join([RECORDS, SIZE.pack(len(records)), lengths, *parts])

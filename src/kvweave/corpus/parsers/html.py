@@ -1,6 +1,7 @@
 """HTML to text with headings, list items and table rows kept apart. Scripts and menus go."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ BLOCKS = frozenset(
     figcaption form fieldset pre hr address details summary h1 h2 h3 h4 h5 h6""".split()  # noqa: SIM905 – words read better as words
 )
 LINES = frozenset(("br", "tr"))
+CLOSE_PRE = "</pre>"
 # Elements that need no closing tag: an open one says nothing about depth.
 UNCLOSED = frozenset(
     """area base br col embed hr img input link meta source track wbr p li dt dd tr td th thead
@@ -31,7 +33,7 @@ SPACES = re.compile(r"[^\S\n]+")
 BLANK_LINES = re.compile(r"\n\s*\n")
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
+def parse_html(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     from selectolax.lexbor import LexborHTMLParser
 
     page = _decode(data)
@@ -70,36 +72,32 @@ def _decode(data: bytes) -> str:
 
 
 def _text(body: "LexborNode") -> str:
+    text = "".join(_pieces(body))
+    lines = (line.rstrip().removesuffix(" |") for line in text.split("\n"))
+    # a single space in front comes from white space between elements, not from the author
+    lines = (line[1:] if line[:1] == " " and line[1:2] != " " else line for line in lines)
+    return BLANK_LINES.sub("\n\n", "\n".join(lines)).strip()
+
+
+def _pieces(body: "LexborNode") -> Iterator[str]:
     """Depth first with a stack of our own: hostile pages nest deeper than Python recurses."""
-    parts: list[str] = []
     stack: list[LexborNode | str] = [body]
     pre_depth = 0
     while stack:
         node = stack.pop()
         if isinstance(node, str):
-            pre_depth -= node == "</pre>"
-            parts.append("\n\n" if node == "</pre>" else node)
+            pre_depth -= node == CLOSE_PRE
+            yield "\n\n" if node == CLOSE_PRE else node
             continue
         tag = node.tag or ""
         if tag == "-text":
             text = node.text_content or ""
-            parts.append(text if pre_depth else SPACES.sub(" ", text.replace("\n", " ")))
-            continue
-        if tag in DROPPED or tag.startswith(("-", "_")):
-            continue
-        if tag == "pre":
-            pre_depth += 1
-            stack.append("</pre>")
-        elif tag in BLOCKS:
-            stack.append("\n\n")
-        elif tag in LINES:
-            stack.append("\n")
-        elif tag in ("td", "th"):
-            stack.append(" | ")
-        parts.append(_opening(tag))
-        stack.extend(reversed(list(node.iter(include_text=True))))
-    text = "\n".join(line.rstrip().removesuffix(" |") for line in "".join(parts).split("\n"))
-    return BLANK_LINES.sub("\n\n", "\n".join(_unpadded(line) for line in text.split("\n"))).strip()
+            yield text if pre_depth else SPACES.sub(" ", text.replace("\n", " "))
+        elif tag not in DROPPED and not tag.startswith(("-", "_")):
+            pre_depth += tag == "pre"
+            yield _opening(tag)
+            stack.append(_closing(tag))
+            stack.extend(reversed(list(node.iter(include_text=True))))
 
 
 def _opening(tag: str) -> str:
@@ -107,9 +105,14 @@ def _opening(tag: str) -> str:
         return f"\n\n{'#' * int(tag[1])} "
     if tag == "li":
         return "\n- "
-    return "\n\n" if tag in BLOCKS or tag == "pre" else ""
+    return "\n\n" if tag in BLOCKS else ""
 
 
-def _unpadded(line: str) -> str:
-    """A single space in front comes from white space between elements, not from the author."""
-    return line[1:] if line[:1] == " " and line[1:2] != " " else line
+def _closing(tag: str) -> str:
+    if tag == "pre":
+        return CLOSE_PRE
+    if tag in BLOCKS:
+        return "\n\n"
+    if tag in LINES:
+        return "\n"
+    return " | " if tag in ("td", "th") else ""

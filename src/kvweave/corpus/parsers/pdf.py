@@ -10,36 +10,33 @@ from kvweave.corpus.parsers.base import (
     check_length,
     lone_record,
     own_title,
+    reading,
 )
 from kvweave.errors import CorpusError
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
+def parse_pdf(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
     # It logs a line per oddity of a file; what matters comes as an exception.
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
-    try:
-        reader = PdfReader(io.BytesIO(data))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise CorpusError("encrypted PDF; remove its password first")
-        pages: list[str] = []
-        num_chars = 0
-        for page in reader.pages:
-            pages.append(page.extract_text())
-            num_chars += len(pages[-1])
-            if num_chars > limits.text_chars:
-                break
-        title = own_title(reader.metadata and reader.metadata.title)
-    except (DependencyError, FileNotDecryptedError) as error:
-        raise CorpusError("encrypted PDF; remove its password first") from error
-    except (CorpusError, MemoryError):  # the second is said where the limit is known
-        raise
-    # A broken file can fail anywhere in the parser: KeyError, RecursionError, zlib.error, …
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CorpusError(f"broken PDF ({reason[:120]})") from error
+    encrypted = CorpusError("encrypted PDF; remove its password first")
+    with reading("PDF"):
+        try:
+            reader = PdfReader(io.BytesIO(data))
+            if reader.is_encrypted and not reader.decrypt(""):
+                raise encrypted
+            pages: list[str] = []
+            num_chars = 0
+            for page in reader.pages:
+                pages.append(page.extract_text())
+                num_chars += len(pages[-1])
+                if num_chars > limits.text_chars:
+                    break
+            title = own_title(reader.metadata and reader.metadata.title)
+        except (DependencyError, FileNotDecryptedError) as error:
+            raise encrypted from error
     text = check_length("\n\n".join(pages), limits)
     if not text.strip():
         raise CorpusError("a PDF without a text layer, perhaps a scan; run OCR over it first")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvweave.corpus.parsers import ParsedRecord, ParseLimits, parse
-from kvweave.corpus.parsers.apart import (
+from kvweave.corpus.parsers.parser_process import (
     SHORT_BYTES,
     ParserChild,
     ParserPool,
-    parse_apart,
+    parse_in_child,
     read_fields,
 )
 from kvweave.errors import CorpusError
@@ -53,24 +53,24 @@ def test_lines_of_one_text_have_keys_in_a_time_that_grows_with_the_file() -> Non
 )
 def test_a_child_gives_what_the_parser_gives(name: str, text: str) -> None:
     data = text.encode()
-    assert parse_apart(Path(name), data, LIMITS) == parse(Path(name), data, LIMITS)
+    assert parse_in_child(Path(name), data, LIMITS) == parse(Path(name), data, LIMITS)
 
 
 def test_a_long_text_is_parsed_by_a_child() -> None:
     text = f"# Title\n{'word ' * SHORT_BYTES}"
-    records = parse_apart(Path("x.md"), text.encode(), LIMITS)
+    records = parse_in_child(Path("x.md"), text.encode(), LIMITS)
     assert records == [ParsedRecord("", "Title", text)]
 
 
 def test_a_bad_file_gives_the_reason_and_the_next_is_read() -> None:
     with pytest.raises(CorpusError, match="line 2 has 1 fields, the header has 2"):
-        parse_apart(Path("x.csv"), b"a,b\n1\n", LIMITS)
-    assert parse_apart(Path("x.csv"), b"a\n1\n", LIMITS)[0].text == "a: 1"
+        parse_in_child(Path("x.csv"), b"a,b\n1\n", LIMITS)
+    assert parse_in_child(Path("x.csv"), b"a\n1\n", LIMITS)[0].text == "a: 1"
 
 
 def test_a_kind_without_a_parser_is_refused() -> None:
     with pytest.raises(CorpusError, match=r"no parser for \.exe"):
-        parse_apart(Path("x.exe"), b"MZ", LIMITS)
+        parse_in_child(Path("x.exe"), b"MZ", LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +79,20 @@ def test_a_kind_without_a_parser_is_refused() -> None:
 def test_a_file_that_takes_too_long_is_given_up(name: str, data: bytes) -> None:
     began_s = time.monotonic()
     with pytest.raises(CorpusError, match=r"longer than 1 s; split it, or raise library\.parse_s"):
-        parse_apart(Path(name), data, ParseLimits(seconds=1.0))
+        parse_in_child(Path(name), data, ParseLimits(seconds=1.0))
     assert time.monotonic() - began_s < 10.0
-    assert parse_apart(Path("x.csv"), b"a\n1\n", LIMITS)[0].text == "a: 1"
+    assert parse_in_child(Path("x.csv"), b"a\n1\n", LIMITS)[0].text == "a: 1"
 
 
 def test_a_file_that_takes_too_much_memory_is_given_up() -> None:
     with pytest.raises(CorpusError, match=r"more than 512 MiB of memory|its parser died of it"):
-        parse_apart(Path("x.docx"), wide_cell(400_000_000), ParseLimits(memory_bytes=512 << 20))
+        parse_in_child(Path("x.docx"), wide_cell(400_000_000), ParseLimits(memory_bytes=512 << 20))
 
 
 def test_a_file_that_gives_too_much_text_is_given_up() -> None:
     data = f"{'n' * 50_000}\n".encode() + b"1\n" * 1_500  # 75 MB, above ROOM_BYTES
     with pytest.raises(CorpusError, match="more than 1,000 characters of text"):
-        parse_apart(Path("x.csv"), data, ParseLimits(text_chars=1_000))
+        parse_in_child(Path("x.csv"), data, ParseLimits(text_chars=1_000))
 
 
 def test_what_the_caller_raises_while_it_waits_ends_the_parsing() -> None:
@@ -101,7 +101,7 @@ def test_what_the_caller_raises_while_it_waits_ends_the_parsing() -> None:
 
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        parse_apart(Path("x.pdf"), shared_pages(3_000), LIMITS, stop)
+        parse_in_child(Path("x.pdf"), shared_pages(3_000), LIMITS, stop)
     assert time.monotonic() - began_s < 10.0
 
 

@@ -37,13 +37,13 @@ ROOM_BYTES = 64 << 20  # of a reply, for keys, titles and lengths
 Tick = Callable[[], None]  # on the caller's thread, while it waits; what it raises ends the wait
 
 
-def parse_apart(
+def parse_in_child(
     path: Path, data: bytes, limits: ParseLimits, tick: Tick = lambda: None
 ) -> list[ParsedRecord]:
-    """As `parse`, in a child; `path` is looked at for its name alone. Raises CorpusError, which
+    """Parse a file in a child; `path` is looked at for its name alone. Raises CorpusError, which
     says what the file did, and what `tick` raises."""
-    kind = ENDINGS.get(path.suffix.lower())
-    if kind is not None and (kind != "text" or len(data) > SHORT_BYTES):
+    parser = ENDINGS.get(path.suffix.lower())
+    if parser is not None and (parser != "text.parse_text" or len(data) > SHORT_BYTES):
         return _pool().ask(path.name, data, limits, tick)
     try:
         return parse(path, data, limits)
@@ -209,7 +209,7 @@ class ParserPool:
 
     @property
     def idle(self) -> list[ParserChild]:
-        """Those that wait for a file."""
+        """The children that wait for a file."""
         with self._lock:
             return list(self._idle)
 
@@ -241,7 +241,7 @@ class ParserPool:
 
 @functools.cache
 def _pool() -> ParserPool:
-    """Of this process."""
+    """The pool that all threads of this process share."""
     pool = ParserPool()
     atexit.register(pool.close)
     return pool

@@ -1,8 +1,12 @@
-"""JSON and YAML. A list whose objects have a text field is a document for each; anything else is
-one document with a line for each value, named by the way to it."""
+"""JSON, YAML and JSON lines.
+
+A list whose objects have a text field is a document for each; anything else is one document with a
+line for each value, named by the way to it. Each JSON line is a document: a string, or an object
+with a text field.
+"""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +31,13 @@ MOST_VALUES = 1_000_000  # of one file: aliases of YAML can make a small file hu
 MOST_DEPTH = 200
 
 
-def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
+def parse_objects(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
     text = decode(data)
     values = [_json(text)] if path.suffix.lower() == ".json" else _yaml(text)
     whole = values[0] if len(values) == 1 else values
     if isinstance(whole, list) and whole and all(_has_text(each) for each in whole):
         return keyed_records(
-            ParsedRow(
-                field(each, ID_FIELDS),
-                field(each, TITLE_FIELDS) or path.stem,
-                str(raw_field(each, TEXT_FIELDS)),
-                row_metadata(each, f"object {number}"),
-            )
-            for number, each in enumerate(whole, start=1)
+            _row(each, path.stem, f"object {number}") for number, each in enumerate(whole, start=1)
         )
     title = field(whole, TITLE_FIELDS) if isinstance(whole, dict) else None
     return lone_record(title or path.stem, check_length("\n".join(_lines(whole)), limits))
@@ -68,6 +66,16 @@ def _has_text(value: object) -> bool:
     return isinstance(value, dict) and isinstance(raw_field(value, TEXT_FIELDS), str)
 
 
+def _row(value: Mapping[str, object], title: str, place: str) -> ParsedRow:
+    """The document of an object; `title` is for one that has none."""
+    return ParsedRow(
+        field(value, ID_FIELDS),
+        field(value, TITLE_FIELDS) or title,
+        str(raw_field(value, TEXT_FIELDS)),
+        row_metadata(value, place),
+    )
+
+
 def _lines(whole: object) -> Iterator[str]:
     """A line for each value, with a stack of our own: files nest deeper than Python recurses."""
     count = 0
@@ -85,3 +93,26 @@ def _lines(whole: object) -> Iterator[str]:
             stack += [((*way, str(at)), each) for at, each in reversed(list(enumerate(value, 1)))]
         elif value is not None and str(value).strip():
             yield f"{' › '.join(way)}: {value}" if way else str(value)
+
+
+def parse_json_lines(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
+    return keyed_records(_line_rows(decode(data), path.stem))
+
+
+def _line_rows(text: str, default_title: str) -> Iterator[ParsedRow]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(f"line {number} is not JSON ({error})") from error
+        if isinstance(value, str):
+            yield ParsedRow(None, default_title, value)
+            continue
+        body = raw_field(value, TEXT_FIELDS) if isinstance(value, dict) else None
+        if body is None:
+            raise CorpusError(f"line {number} has no text; name the field one of {TEXT_FIELDS}")
+        if not isinstance(body, str):
+            raise CorpusError(f"line {number}: the text is not a string ({type(body).__name__})")
+        yield _row(value, default_title, f"line {number}")
