@@ -36,8 +36,8 @@ from kvweave.app.libraries.sample import sample_documents
 from kvweave.app.weave import Weave
 from kvweave.demo import read_questions
 from kvweave.fuse.trace import LayerTimes
+from kvweave.serve.routes.context import PageConfig
 from kvweave.serve.server import Server, ServerLifecycle
-from kvweave.serve.ui.config import PageConfig
 
 KB = "demo"
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -67,7 +67,22 @@ ROOMS: dict[str, set[str]] = {
         *("demo", "corpus", "kv/format", "kv/tree", "fuse/encode", "ingest", "plan"),
         *("calibrate", "app", "app/library", "app/auto", "app/audit", "app/answer"),
     },
-    "serve": {"app", "app/answer", "app/libraries"},
+    "serve/access": {"app/answer", "app/libraries"},
+    "serve/wire": {"app", "app/answer", "app/libraries", "serve/access"},
+    "serve/workers": {"app", "serve/access"},
+    "serve/observe": {
+        *("app", "app/answer", "app/libraries", "serve/access", "serve/wire", "serve/workers"),
+    },
+    "serve/uploads": {"app/libraries", "serve/access", "serve/wire", "serve/workers"},
+    "serve/routes": {
+        *("app", "app/answer", "app/libraries", "serve/access", "serve/wire", "serve/workers"),
+        *("serve/observe", "serve/uploads"),
+    },
+    "serve/ui": {"serve/access"},
+    "serve": {
+        *("app", "app/libraries", "serve/access", "serve/wire", "serve/workers", "serve/observe"),
+        *("serve/routes", "serve/ui"),
+    },
     "gateway": {
         *("text", "corpus", "model/files", "kv", "kv/tiers", "kv/tree", "ingest", "plan"),
         *("engine", "app/library", "app/answer"),
@@ -79,7 +94,8 @@ ROOMS: dict[str, set[str]] = {
     "cli": {
         *("text", "demo", "corpus", "model/files", "kv/format", "kv/tiers", "fuse", "fuse/encode"),
         *("fuse/selectors", "ingest", "plan", "calibrate", "app", "app/library", "app/auto"),
-        *("app/audit", "app/answer", "app/libraries", "serve", "gateway", "clients"),
+        *("app/audit", "app/answer", "app/libraries", "serve", "serve/access"),
+        *("serve/observe", "serve/routes", "gateway", "clients"),
     },
     "clients": set(),
 }

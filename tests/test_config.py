@@ -362,7 +362,7 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
     from kvweave.plan.ordering import PROMOTION
-    from kvweave.serve.limits import Limits
+    from kvweave.serve.access.limits import Limits
 
     library, quality, server = LibrarySettings(), QualitySettings(), ServerSettings()
     assert (library.embedder, library.promotion, library.k) == (DEFAULT_EMBEDDER, PROMOTION, TOP_K)

@@ -647,8 +647,8 @@ class DeviceLane:
             self._check_error(row, answer.error)
 
     def _check_error(self, row: DeviceRow, error: BaseException) -> None:
-        """What the driver says is one line to a client, too (serve/errors.py); what we say must
-        be."""
+        """What the driver says is one line to a client, too (serve/access/errors.py); what we say
+        must be."""
         if row.kind in (OUT_OF_MEMORY, NO_ROOM, CORRUPTED) and not isinstance(error, KVWeaveError):
             row.problems.append(f"an error that is not clear: {type(error).__name__}")
         if isinstance(error, KVWeaveError) and "\n" in str(error):

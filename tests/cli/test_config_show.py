@@ -243,7 +243,7 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     from kvweave.app.libraries.libraries import LibrariesConfig, LibraryKey
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.config import load_config
-    from kvweave.serve.limits import Limits
+    from kvweave.serve.access.limits import Limits
 
     (here / "kvweave.toml").write_text(
         "[server]\nrunning = 2\nwaiting = 0\nbody_bytes = '1MiB'\nupload_bytes = 5\n"

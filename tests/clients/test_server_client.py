@@ -9,7 +9,7 @@ import pytest
 from kvweave.app.weave import Weave
 from kvweave.clients.server import ServerClient, ServerFailed
 from kvweave.errors import ConfigError
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.serving import make_libraries, make_weave, serving, user
 
 KEY = "sk-of-the-client"

@@ -186,7 +186,7 @@ def http_job() -> Iterator[Feed]:
     import httpx
 
     from kvweave.model.load import load_decoder
-    from kvweave.serve.limits import Limits
+    from kvweave.serve.access.limits import Limits
     from worlds.serving import make_libraries, serving
     from worlds.tiny_models import make_chat_model_folder
     from worlds.weaves import plain_weave

@@ -22,7 +22,7 @@ from kvweave.gateway.gateway import Gateway
 from kvweave.gateway.guesses import PrefillGuess
 from kvweave.gateway.prompts import plain_text
 from kvweave.gateway.replica import ReplicaHealth
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.gateways import QUICK, FaultyUpstream, GatewayWorld, engine_process, gateway_over
 from worlds.serving import KbServer, serving, user
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.gateways import GatewayWorld, gateway_over
 from worlds.serving import KbServer, user
 from worlds.tiny_corpus import make_text

@@ -12,7 +12,7 @@ import pytest
 from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.retries import Retries
 from kvweave.corpus.chunker import make_chunk_id
-from kvweave.gateway.removals import EngineMemory
+from kvweave.gateway.library import EngineMemory
 from worlds.gateways import FaultyUpstream, GatewayWorld, gateway_over
 from worlds.serving import KbServer, user
 from worlds.tiny_corpus import make_text

@@ -11,7 +11,7 @@ from openai import OpenAI
 
 from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
-from kvweave.serve.auth import digest, parse_keys, read_keys
+from kvweave.serve.access.api_keys import digest, parse_keys, read_keys
 from worlds.serving import make_libraries, serving, user
 
 KEYS = parse_keys(["sk-nobody", "sk-acme-1:acme", "sk-acme-2:acme", "sk-other:other"])

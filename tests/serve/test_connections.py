@@ -13,9 +13,9 @@ import pytest
 
 from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.errors import ApiError
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.uploads.quotas import TenantQuotas
 from worlds.serving import (
     GatedDecoder,
@@ -145,7 +145,7 @@ def test_a_head_that_is_too_large_is_refused_when_it_comes_in_one_read_too(
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from kvweave.serve.connections import guarded
+    from kvweave.serve.access.connections import guarded
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """Answer nothing."""

@@ -20,7 +20,7 @@ from kvweave.app.weave import Weave
 from kvweave.corpus.kb_folder import writer_lock
 from kvweave.errors import ModelNotFound
 from kvweave.kv.format.keys import parse_key, tag_of
-from kvweave.serve.errors import without_paths
+from kvweave.serve.access.errors import without_paths
 from worlds.permissions import closed_folder, plain_user
 from worlds.serving import KbServer, make_libraries, serving, user
 from worlds.small_disks import fill_disk, small_disk

@@ -3,7 +3,7 @@
 import torch
 
 from kvweave.errors import NoDeviceMemory
-from kvweave.serve.errors import as_api_error, error_body
+from kvweave.serve.access.errors import as_api_error, error_body
 
 
 def test_a_full_device_is_a_503_that_says_when_to_come_back() -> None:

@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.errors import ConfigError
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.server import ServerLifecycle
 from worlds.serving import (
     FailingDecoder,

@@ -8,8 +8,8 @@ import pytest
 
 from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.origins import OriginRules
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.access.origins import OriginRules
 from worlds.serving import KbServer, serving, user
 
 NOTE = {"title": "x", "text": "An uploaded note."}

@@ -12,7 +12,7 @@ import pytest
 
 from kvweave.engine.config import EngineConfig
 from kvweave.model.load import load_decoder
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from kvweave.text.tokenizer import Tokenizer
 from worlds.serving import (
     GatedDecoder,

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
-from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
+from kvweave.serve.routes.context import make_context
 from worlds.serving import KbServer
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()

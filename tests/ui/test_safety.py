@@ -7,8 +7,8 @@ import httpx
 import pytest
 from playwright.sync_api import Page, Route, expect
 
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.routes.context import PageConfig
 from worlds.browsing import Visiting
 from worlds.serving import KbServer, make_libraries, serving
 

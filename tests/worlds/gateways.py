@@ -17,8 +17,8 @@ from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.config import GatewaySettings
 from kvweave.gateway.gateway import Gateway
-from kvweave.serve.auth import Keys
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.api_keys import Keys
+from kvweave.serve.access.limits import Limits
 from worlds.serving import serving
 from worlds.tiny_corpus import WordEmbedder
 

@@ -20,13 +20,12 @@ from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
-from kvweave.serve.auth import Keys
-from kvweave.serve.door import Door
-from kvweave.serve.limits import Limits
-from kvweave.serve.model_names import RequestDefaults
-from kvweave.serve.origins import OriginRules
+from kvweave.serve.access.api_keys import Keys
+from kvweave.serve.access.limits import Limits
+from kvweave.serve.access.origins import AccessRules, OriginRules
+from kvweave.serve.routes.context import PageConfig
+from kvweave.serve.routes.model_names import RequestDefaults
 from kvweave.serve.server import Server, ServerLifecycle
-from kvweave.serve.ui.config import PageConfig
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
@@ -53,7 +52,7 @@ def serving(
         weave,
         limits=limits,
         libraries=libraries,
-        door=Door(keys or {}, origins or OriginRules()),
+        access=AccessRules(keys or {}, origins or OriginRules()),
         lifecycle=lifecycle,
         page=page,
         usual=usual,

@@ -81,7 +81,7 @@ def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     Knowledge bases, search and prompts are here; tokens come from the upstreams.
     """
     serve.need_extra()
-    from kvweave.gateway.config import read_key, read_upstreams
+    from kvweave.gateway.replica import read_key, read_upstreams
 
     at, upstreams = effective.config.server, read_upstreams(effective.config.gateway)
     read_key(effective.config.gateway)  # before anything is listened to
@@ -101,8 +101,8 @@ def make_server(
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import remote_tiers
     from kvweave.gateway.gateway import Gateway
-    from kvweave.serve.auth import read_keys
-    from kvweave.serve.door import Door
+    from kvweave.serve.access.api_keys import read_keys
+    from kvweave.serve.access.origins import AccessRules
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.observe.tracing import configure_tracing
     from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
@@ -129,7 +129,7 @@ def make_server(
         gateway,
         limits=serve.make_limits(server_config),
         libraries=libraries,
-        door=Door(keys, serve.make_origins(server_config)),
+        access=AccessRules(keys, serve.make_origins(server_config)),
         usual=serve.make_defaults(config),
         lifecycle=ServerLifecycle(
             prepare=[

@@ -37,9 +37,9 @@ from kvweave.serve.starting import StartAnswers
 
 if TYPE_CHECKING:
     from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
-    from kvweave.serve.limits import Limits
-    from kvweave.serve.model_names import RequestDefaults
-    from kvweave.serve.origins import OriginRules
+    from kvweave.serve.access.limits import Limits
+    from kvweave.serve.access.origins import OriginRules
+    from kvweave.serve.routes.model_names import RequestDefaults
     from kvweave.serve.server import Server
 
 
@@ -196,12 +196,12 @@ def make_server(
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import check_store
-    from kvweave.serve.auth import read_keys
-    from kvweave.serve.door import Door
+    from kvweave.serve.access.api_keys import read_keys
+    from kvweave.serve.access.origins import AccessRules
     from kvweave.serve.observe.logs import configure_logs
     from kvweave.serve.observe.tracing import configure_tracing
+    from kvweave.serve.routes.context import PageConfig
     from kvweave.serve.server import Prepare, Server, ServerLifecycle, settle
-    from kvweave.serve.ui.config import PageConfig
 
     server_config = config.server
     keys, limits = read_keys(server_config.api_key_file), make_limits(server_config)
@@ -225,7 +225,7 @@ def make_server(
         weave,
         limits=limits,
         libraries=libraries,
-        door=Door(keys, origins),
+        access=AccessRules(keys, origins),
         usual=make_defaults(config),
         page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
         lifecycle=ServerLifecycle(
@@ -247,14 +247,14 @@ def make_server(
 
 
 def make_limits(server: ServerSettings) -> "Limits":
-    from kvweave.serve.limits import Limits
+    from kvweave.serve.access.limits import Limits
 
     connections = min(server.connections, _room_for_connections())
     return replace(Limits.from_settings(server), connections=connections)
 
 
 def make_defaults(config: WeaveConfig) -> "RequestDefaults":
-    from kvweave.serve.model_names import RequestDefaults
+    from kvweave.serve.routes.model_names import RequestDefaults
 
     return RequestDefaults(given(config.sampling), config.server.aliases or ())
 
@@ -292,7 +292,7 @@ def is_own_machine(host: str) -> bool:
 
 
 def make_origins(server: ServerSettings) -> "OriginRules":
-    from kvweave.serve.origins import OriginRules
+    from kvweave.serve.access.origins import OriginRules
 
     own = () if server.host in EVERYWHERE else (server.host,)
     return OriginRules((*own, *(server.allowed_hosts or ())), server.allowed_origins or ())

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from kvweave.gateway.connections import Connections, UpstreamFailed
-from kvweave.gateway.refusals import refused
+from kvweave.gateway.connections import Connections, UpstreamFailed, refused
 
 PROBE_S = 30.0  # one token of an engine that may be busy
 

@@ -11,10 +11,9 @@ import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvweave.gateway.config import base_url
 from kvweave.gateway.wire_reply import READ_BYTES, BadReply, WireReply
 
 MOST_KEPT = 64  # idle connections
@@ -250,3 +249,46 @@ def _host_header(name: str, port: int | None) -> str:
     if not name.isascii():
         name = name.encode("idna").decode("ascii")
     return (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")
+
+
+HOST_NOT_ALLOWED = "host_not_allowed"  # a `kvweave serve` without keys: see serve/access/origins.py
+
+
+class ToldError(NamedTuple):
+    """An error in OpenAI's shape."""
+
+    message: str
+    param: str | None = None  # the request's field at fault
+    code: str | None = None  # for programs
+
+
+def error_of(document: Any) -> ToldError | None:
+    """The error in the JSON document of a reply; None: it has another shape."""
+    error = document.get("error") if isinstance(document, Mapping) else None
+    if not isinstance(error, Mapping) or not isinstance(error.get("message"), str):
+        return None
+    param, code = error.get("param"), error.get("code")
+    return ToldError(
+        error["message"],
+        None if param is None else str(param),
+        None if code is None else str(code),
+    )
+
+
+def refused(upstream: str, status: int, document: Any) -> UpstreamFailed:
+    """A reply with an error status, as a failure of this upstream."""
+    told = error_of(document) or ToldError(f"it answered with status {status}")
+    words = f"{upstream}: {told.message}"
+    if told.code == HOST_NOT_ALLOWED:
+        words = (
+            f"{upstream} does not go by the name in this address; set server.allowed_hosts there, "
+            "give it API keys, or use its IP address here"
+        )
+    elif status == 401:
+        words = f"{upstream} refuses the gateway's key; set gateway.key_file ({told.message})"
+    return UpstreamFailed(words, status)
+
+
+def base_url(url: str) -> str:
+    """Without the /v1 that clients are configured with."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -20,11 +20,9 @@ from typing import NamedTuple
 from kvweave.config import GatewaySettings
 from kvweave.errors import UpstreamError
 from kvweave.gateway.cards import UpstreamCard, read_card
-from kvweave.gateway.config import read_key, read_upstreams
-from kvweave.gateway.connections import Exchange, UpstreamFailed
+from kvweave.gateway.connections import Exchange, UpstreamFailed, refused
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
-from kvweave.gateway.refusals import refused
-from kvweave.gateway.replica import Replica, ReplicaHealth
+from kvweave.gateway.replica import Replica, ReplicaHealth, read_key, read_upstreams
 from kvweave.gateway.retry_budget import RetryBudget
 from kvweave.metrics import Metrics, Sample
 

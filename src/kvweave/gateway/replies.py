@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from kvweave.app.answer.answer_stream import Piece, TokenLogprob
 from kvweave.errors import UpstreamRefusal
-from kvweave.gateway.connections import Exchange, UpstreamFailed
-from kvweave.gateway.refusals import ToldError, error_of, refused
+from kvweave.gateway.connections import Exchange, ToldError, UpstreamFailed, error_of, refused
 from kvweave.text.tool_calls import ToolCall
 
 DATA, DONE = b"data:", b"[DONE]"

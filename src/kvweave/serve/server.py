@@ -25,13 +25,12 @@ import uvicorn
 from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.errors import EngineClosed
-from kvweave.serve.connections import guarded
-from kvweave.serve.context import make_context
-from kvweave.serve.door import Door
+from kvweave.serve.access.connections import guarded
+from kvweave.serve.access.limits import Limits
+from kvweave.serve.access.origins import AccessRules
 from kvweave.serve.http import build_http
-from kvweave.serve.limits import Limits
-from kvweave.serve.model_names import RequestDefaults
-from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.routes.context import PageConfig, make_context
+from kvweave.serve.routes.model_names import RequestDefaults
 from kvweave.serve.workers.engine_watch import EngineWatch
 
 log = logging.getLogger(__name__)
@@ -76,13 +75,13 @@ class Server(uvicorn.Server):
         *,
         limits: Limits | None = None,
         libraries: Libraries | None = None,
-        door: Door | None = None,
+        access: AccessRules | None = None,
         usual: RequestDefaults | None = None,
         lifecycle: ServerLifecycle | None = None,
         page: PageConfig | None = None,
     ) -> None:
         """`limits` None are the usual ones; `libraries` None: no knowledge bases by name;
-        `usual` and `page`: see `make_context`; `door` None: no keys, no pages but its own."""
+        `usual` and `page`: see `make_context`; `access` None: no keys, no pages but its own."""
         self._life, limits = lifecycle or ServerLifecycle(), limits or Limits()
         self._context = make_context(weave, limits, libraries=libraries, usual=usual, page=page)
         self._readiness = self._context.readiness
@@ -92,7 +91,7 @@ class Server(uvicorn.Server):
             EngineWatch(each, self._life.stuck_s, self._on_broken) for each in weave.engines
         ]
         config = uvicorn.Config(
-            build_http(self._context, door),
+            build_http(self._context, access),
             http=guarded(limits.connections, limits.header_s),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,

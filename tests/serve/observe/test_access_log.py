@@ -132,7 +132,7 @@ def test_spans_are_made_where_the_variables_ask_for_them() -> None:
     """In a process of its own: a provider is set once."""
     program = (
         "from kvweave.serve.observe.tracing import configure_tracing\n"
-        "from kvweave.serve.observe.spans import find_tracer\n"
+        "from kvweave.serve.observe.tracing import find_tracer\n"
         "assert find_tracer() is None\n"
         "configure_tracing(); configure_tracing()\n"
         "with find_tracer().start_as_current_span('a span of ours'): pass\n"

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvweave.app.weave import Weave
 from kvweave.metrics import Sample
-from kvweave.serve.context import make_context
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.http import build_http
-from kvweave.serve.limits import Limits
 from kvweave.serve.observe.logs import HumanLines, JsonLines
 from kvweave.serve.observe.prometheus import families_of
+from kvweave.serve.routes.context import make_context
 from kvweave.serve.server import Server, ServerLifecycle
 from worlds.serving import (
     GatedDecoder,
@@ -291,7 +291,7 @@ def test_spans_tell_where_the_time_went(kb_server: KbServer) -> None:
 
 
 def test_without_a_configured_provider_there_is_no_tracer() -> None:
-    from kvweave.serve.observe.spans import find_tracer
+    from kvweave.serve.observe.tracing import find_tracer
 
     assert find_tracer() is None
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvweave.app.weave import Weave
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.routes.context import PageConfig
 from worlds.serving import KbServer, make_libraries, serving, user
 from worlds.tiny_corpus import make_text
 

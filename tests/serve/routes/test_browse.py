@@ -13,7 +13,7 @@ import pytest
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.serving import (
     GatedDecoder,
     KbServer,

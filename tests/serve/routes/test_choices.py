@@ -139,7 +139,7 @@ def test_a_completion_that_makes_no_sense_is_refused(
 def test_a_request_of_more_answers_than_fit_is_admitted_whole_or_not(
     chat_model_folder: Any,
 ) -> None:
-    from kvweave.serve.limits import Limits
+    from kvweave.serve.access.limits import Limits
     from worlds.serving import health, make_weave, serving
 
     limits = Limits(running=1, waiting=1)

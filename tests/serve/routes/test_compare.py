@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.serving import KbServer, make_libraries, serving, user, wait_for_health
 from worlds.tiny_corpus import make_text
 

@@ -10,8 +10,8 @@ import pytest
 from kvweave.app.libraries import saved_conversations
 from kvweave.app.libraries.saved_conversations import MOST_BYTES, SavedConversations
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.routes.context import PageConfig
 from worlds.serving import serving
 from worlds.syncs import is_synced_behind, watched_disk
 

@@ -10,8 +10,8 @@ from kvweave.app.answer.question import PLAIN_REUSES, REUSES
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.demo import PASSAGES, SHOWN, read_questions
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.ui.config import PageConfig
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.routes.context import PageConfig
 from worlds.serving import KbServer, make_libraries, serving, user
 
 

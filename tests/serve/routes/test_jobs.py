@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvweave.app.libraries.libraries import IngestProgress, Libraries
-from kvweave.serve.uploads.job_board import JobBoard
+from kvweave.serve.uploads.jobs import JobBoard
 from worlds.serving import KbServer
 
 TEXT = {"title": "Jobs", "text": "A job takes an upload in behind the reply."}

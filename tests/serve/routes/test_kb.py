@@ -16,7 +16,7 @@ from openai import OpenAI
 from kvweave.app.libraries.libraries import SEARCHERS, Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.server import ServerLifecycle
 from worlds.serving import KbServer, make_libraries, make_weave, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
-from kvweave.serve.context import make_context
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.http import build_http
-from kvweave.serve.limits import Limits
+from kvweave.serve.routes.context import make_context
 from kvweave.serve.routes.lane import Lane, is_json
 from worlds.serving import user
 

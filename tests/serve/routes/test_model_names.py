@@ -11,8 +11,8 @@ from openai import OpenAI
 
 from kvweave.app.weave import Weave
 from kvweave.errors import ConfigError
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.model_names import RequestDefaults
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.routes.model_names import RequestDefaults
 from worlds.serving import KbServer, make_libraries, serving, user
 
 ZORB = {"title": "Zorbs", "text": "A zorb is a small round tool. It is 14 cm wide."}

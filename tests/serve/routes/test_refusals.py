@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from kvweave.app.weave import Weave
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from worlds.serving import serving, user
 
 HELLO: dict[str, Any] = {"messages": user("hello"), "max_tokens": 1}

@@ -10,7 +10,7 @@ import pytest
 
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import parse_keys
+from kvweave.serve.access.api_keys import parse_keys
 from worlds.serving import KbServer, make_libraries, serving, user
 from worlds.tiny_corpus import WordEmbedder, make_text
 

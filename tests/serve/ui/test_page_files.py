@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.serve.ui.assets import FOLDER, read_assets
+from kvweave.serve.ui.page import FOLDER, read_assets
 
 VENDOR = FOLDER / "vendor"
 OURS = sorted(path for path in (FOLDER / "js").rglob("*.js"))

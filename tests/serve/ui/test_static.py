@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from kvweave.app.weave import Weave
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.ui.assets import FOLDER, read_assets
-from kvweave.serve.ui.routes import ui_routes
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.ui.page import FOLDER, read_assets, ui_routes
 from worlds.serving import serving
 
 STRICT = ("default-src 'none'", "script-src 'self'", "style-src 'self'", "frame-ancestors 'none'")

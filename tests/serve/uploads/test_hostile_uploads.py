@@ -18,9 +18,9 @@ import pytest
 from kvweave.app.weave import Weave
 from kvweave.corpus.parsers import ParseLimits, apart
 from kvweave.corpus.parsers.base import LONGEST_TITLE
-from kvweave.serve.auth import parse_keys
-from kvweave.serve.limits import Limits
-from kvweave.serve.uploads.json_scan import LONGEST_REST, JsonScan
+from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.access.limits import Limits
+from kvweave.serve.uploads.reader import LONGEST_REST, JsonScan
 from worlds.serving import KbServer, make_libraries, serving
 from worlds.watching import DEAF_S, listening
 

@@ -18,7 +18,7 @@ import pytest
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.server import ServerLifecycle
 from kvweave.serve.uploads.forms import FormFile, FormFiles
 from kvweave.serve.uploads.spool import Spool

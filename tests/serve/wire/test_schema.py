@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS
 
 from kvweave.app.weave import Weave
-from kvweave.serve.context import make_context
 from kvweave.serve.http import build_http
+from kvweave.serve.routes.context import make_context
 from worlds.serving import make_libraries, serving
 
 WANTED = (

@@ -7,10 +7,10 @@ import pytest
 
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.weave import Answer, AnswerStream, Piece
-from kvweave.serve.model_names import ModelRef
 from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.routes.chat import ChatFormat
+from kvweave.serve.routes.model_names import ModelRef
 from kvweave.serve.wire.chat import ChatRequest
 from kvweave.serve.workers.answer_pool import AnswerJob
 from kvweave.serve.workers.mailbox import Mailbox

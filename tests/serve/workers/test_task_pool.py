@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.workers.task_pool import TaskPool
 
 

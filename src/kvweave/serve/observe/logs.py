@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.app.weave import Answer
-from kvweave.serve.auth import tenant_of
-from kvweave.serve.errors import as_api_error, error_response
+from kvweave.serve.access.api_keys import tenant_of
+from kvweave.serve.access.errors import as_api_error, error_response
+from kvweave.serve.wire.explain import strategy_of
 
 log = logging.getLogger("kvweave.requests")
 
@@ -103,16 +103,6 @@ def _of_answer(scope: Scope) -> dict[str, Any]:
         "completion_tokens": answer.completion_tokens,
         "strategy": strategy_of(answer),
     }
-
-
-def strategy_of(answer: Answer) -> str:
-    """How the prompt of an answer was prefilled, in a word."""
-    if answer.nothing_found:
-        return "nothing_found"
-    if answer.upstream is not None:
-        told = answer.upstream.told
-        return str(told.get("strategy") or told.get("way") or "upstream")
-    return "full" if answer.explain is None else answer.explain.strategy
 
 
 class JsonLines(logging.Formatter):

@@ -10,7 +10,7 @@ from kvweave.app.answer.notes import UpstreamNote
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import REPETITION, Answer
 from kvweave.metrics import Sample
-from kvweave.serve.observe.spans import AnswerSpans
+from kvweave.serve.observe.tracing import AnswerSpans
 from kvweave.serve.workers.answer_pool import PoolCounts
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.app.weave import Answer
+from kvweave.serve.wire.watching import SeriesOut
 
 STEP_S = 10
 STEPS = 180  # half an hour
@@ -45,20 +46,6 @@ class TenantTotals(NamedTuple):
     tokens: dict[str, int]  # of prompts, by source
     tiers: dict[str, int]  # chunks of prompts, by the tier that had their KV; none: computed
     whys: dict[str, int]  # chunks computed although reuse was asked for, by reason
-
-
-class TenantHalfHour(NamedTuple):
-    """The last half hour of one tenant; each list has one number per step, the newest last."""
-
-    step_s: int
-    t0: int  # seconds since 1970, of the first step
-    answers: list[int]
-    exact: list[int]  # tokens of prompts; so are the next three
-    reused: list[int]
-    recomputed: list[int]
-    computed: list[int]
-    hit_rate: list[float | None]  # exact and reused, of all; None: no prompt
-    tokens_per_s: list[float]  # of answers
 
 
 class TenantSeries:
@@ -103,14 +90,14 @@ class TenantSeries:
         made = self.series(tenant).tokens_per_s[-RATE_STEPS:]
         return round(sum(made) / len(made), 3)
 
-    def series(self, tenant: str) -> TenantHalfHour:
+    def series(self, tenant: str) -> SeriesOut:
         last = int(self._now_s() // STEP_S)
         first = last - STEPS + 1
         with self._lock:
             own = self._tenants.get(tenant) or _Tenant()
             by_number = {step.number: Counter(step.counts) for step in own.steps}
         steps = [by_number.get(number, Counter()) for number in range(first, last + 1)]
-        return TenantHalfHour(
+        return SeriesOut(
             step_s=STEP_S,
             t0=first * STEP_S,
             answers=[step["answers"] for step in steps],

@@ -15,9 +15,9 @@ from kvweave.app.hosts import PieceStream
 from kvweave.app.libraries.libraries import LibraryKey, check_name
 from kvweave.app.weave import Answer, Document, Sampling, TokenLogprob
 from kvweave.errors import ConfigError, RequestError
-from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
-from kvweave.serve.model_names import ModelRef
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.routes.context import Context
+from kvweave.serve.routes.model_names import ModelRef
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import check_neutral, samplings, transfer_of
 from kvweave.serve.wire.base import MOST_CHUNKS
@@ -26,15 +26,14 @@ from kvweave.serve.wire.chat import (
     ChatMessage,
     ChatReply,
     ChatRequest,
+    CompareRequest,
     ContentLogprob,
     Logprobs,
     ReplyChoice,
     ReplyMessage,
     TopLogprob,
 )
-from kvweave.serve.wire.compare import CompareRequest
-from kvweave.serve.wire.explain import explain_of
-from kvweave.serve.wire.sources import sources_out, streamed_sources
+from kvweave.serve.wire.explain import explain_of, sources_out, streamed_sources
 from kvweave.serve.wire.tools import call_out
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 

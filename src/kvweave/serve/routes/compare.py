@@ -21,11 +21,11 @@ from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.answer.question import PLAIN_REUSES
 from kvweave.app.weave import Answer
 from kvweave.errors import ConfigError, RequestError
-from kvweave.serve.auth import tenant_of
-from kvweave.serve.context import Context
-from kvweave.serve.departures import ClientGone, while_connected
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.api_keys import tenant_of
+from kvweave.serve.access.disconnects import ClientGone, while_connected
+from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.chat import AnswerMeasure, over_kb, read_chat
+from kvweave.serve.routes.context import Context
 from kvweave.serve.routes.reply import (
     CLIENT_CLOSED,
     Event,
@@ -33,17 +33,17 @@ from kvweave.serve.routes.reply import (
     batches,
     give_up,
 )
-from kvweave.serve.wire.chat import ChatRequest, ReuseIn
-from kvweave.serve.wire.compare import (
+from kvweave.serve.wire.chat import (
     FEWEST_WAYS,
     MOST_TOKENS,
     MOST_WAYS,
+    ChatRequest,
     CompareRequest,
+    ReuseIn,
     WayIn,
 )
-from kvweave.serve.wire.explain import explain_of
+from kvweave.serve.wire.explain import explain_of, sources_out
 from kvweave.serve.wire.schema import ANSWER_ERRORS, or_events
-from kvweave.serve.wire.sources import sources_out
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, Start
 

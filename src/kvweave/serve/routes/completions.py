@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator, Sequence
 from functools import partial
 
 from kvweave.app.weave import Answer, TokenLogprob
-from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.routes.context import Context
 from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
 from kvweave.serve.routes.sampling import (
     check_neutral,

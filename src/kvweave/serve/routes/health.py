@@ -3,11 +3,11 @@
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from kvweave.serve.auth import is_stranger
-from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.api_keys import is_stranger
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.routes.context import Context
+from kvweave.serve.wire.openai import Health, Ready
 from kvweave.serve.wire.schema import refusals
-from kvweave.serve.wire.status import Health, Ready
 
 
 def health_routes(context: Context) -> APIRouter:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.errors import KVWeaveError
-from kvweave.serve.errors import ApiError, as_api_error, describe, error_response
+from kvweave.serve.access.errors import ApiError, as_api_error, describe, error_response
 
 UNREADABLE = "There was an error parsing the body"  # FastAPI's words
 

@@ -1,23 +1,30 @@
 """The routes that OpenAI's clients know."""
 
+import base64
 import time
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
-from kvweave.serve.auth import client_of, tenant_of
-from kvweave.serve.context import Context
-from kvweave.serve.model_names import ListedModel
+from kvweave.serve.access.api_keys import client_of, tenant_of
+from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, over_kb, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
-from kvweave.serve.routes.embeddings import embeddings
+from kvweave.serve.routes.context import Context
 from kvweave.serve.routes.lane import LaneRoute
+from kvweave.serve.routes.model_names import ListedModel
 from kvweave.serve.routes.reply import reply
 from kvweave.serve.wire.chat import ChatReply, ChatRequest
 from kvweave.serve.wire.completions import CompletionReply, CompletionRequest
-from kvweave.serve.wire.embeddings import EmbeddingReply, EmbeddingRequest
+from kvweave.serve.wire.openai import (
+    MOST_CHARS,
+    EmbeddingReply,
+    EmbeddingRequest,
+    ModelCard,
+    ModelList,
+)
 from kvweave.serve.wire.schema import ANSWER_ERRORS, TASK_ERRORS, or_events
-from kvweave.serve.wire.status import ModelCard, ModelList
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -97,3 +104,39 @@ def openai_routes(context: Context) -> APIRouter:
         return await embeddings(body, context, client_of(request.scope))
 
     return routes
+
+
+async def embeddings(request: EmbeddingRequest, context: Context, client: str) -> Response:
+    """The reply of EmbeddingReply, made by hand: validating each number again takes longer. The
+    work counts as that of `client`."""
+    libraries = context.libraries
+    name = libraries.config.embedder
+    if request.model not in (None, name):
+        message = f"no embedding model {request.model!r} here; this server has {name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    if (num_chars := sum(map(len, request.input))) > MOST_CHARS:
+        message = f"'input' must be at most {MOST_CHARS:,} characters, got {num_chars:,}; send less"
+        raise ApiError(400, message, param="input")
+    for place, text in enumerate(request.input):
+        if not text:
+            raise ApiError(400, f"'input.{place}' is empty; leave it out", param="input")
+    as_query = request.input_type == "query"
+    made = await context.tasks.run(
+        partial(libraries.embed, request.input, as_query=as_query), client=client
+    )
+    dim = made.vectors.shape[1]
+    if request.dimensions not in (None, dim):
+        message = f"'dimensions' is not supported other than {dim}, got {request.dimensions}"
+        raise ApiError(400, message, param="dimensions")
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": vector.tolist()
+            if request.encoding_format == "float"
+            else base64.b64encode(vector.astype("<f4").tobytes()).decode(),
+        }
+        for index, vector in enumerate(made.vectors)
+    ]
+    usage = {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens}
+    return JSONResponse({"object": "list", "data": data, "model": name, "usage": usage})

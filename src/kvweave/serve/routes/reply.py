@@ -10,9 +10,9 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from kvweave.app.weave import Answer, TokenLogprob, ToolCall
-from kvweave.serve.auth import tenant_of
-from kvweave.serve.departures import ClientGone, while_connected
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.api_keys import tenant_of
+from kvweave.serve.access.disconnects import ClientGone, while_connected
+from kvweave.serve.access.errors import ApiError
 from kvweave.serve.wire.base import PromptTokensDetails, Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start

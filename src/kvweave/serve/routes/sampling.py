@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from kvweave.app.answer.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
-from kvweave.serve.context import Context
-from kvweave.serve.errors import ApiError, quoted
+from kvweave.serve.access.errors import ApiError, quoted
+from kvweave.serve.routes.context import Context
 from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
 from kvweave.types import ChunkId
 

@@ -1,20 +1,23 @@
-"""For those who look at the cache, the quality of reuse and the load: /v1/stats, /v1/tree,
-/v1/quality. A tenant sees what is its own."""
+"""For those who look closer: /v1/stats, /v1/tree, /v1/quality, /v1/answers. A tenant sees what is
+its own."""
 
-from functools import partial
+import os
+from pathlib import Path
 
 from fastapi import APIRouter, Request
 
+from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.hosts import LocalModel
 from kvweave.app.libraries.cache_view import evictions, misses, tier_lines, titles, tree_lines
-from kvweave.app.libraries.libraries import check_name
+from kvweave.app.libraries.libraries import NoSuchKnowledgeBase, check_name
 from kvweave.app.libraries.quality_view import quality_of
-from kvweave.serve.auth import client_of, tenant_of
-from kvweave.serve.context import Context
-from kvweave.serve.observe.memory import resident_bytes
-from kvweave.serve.routes.parameters import check_limit
+from kvweave.serve.access.api_keys import tenant_of
+from kvweave.serve.routes.context import Context, check_limit
 from kvweave.serve.wire.schema import TASK_ERRORS
 from kvweave.serve.wire.watching import (
+    AnswerList,
+    AnswerOut,
+    AnswerSummary,
     AuditOut,
     CurveOut,
     EvictionOut,
@@ -22,26 +25,25 @@ from kvweave.serve.wire.watching import (
     NodeOut,
     NowOut,
     PagesOut,
-    PointOut,
     QualityOut,
-    SeriesOut,
     StatsOut,
     TierOut,
     TotalsOut,
     TreeOut,
+    answer_out,
 )
 
 MOST_NODES = 1000
 NODES = 100  # unless it is said
 EVICTIONS = 50  # the last ones
 SYSTEM = "system prompt"  # the title of a preamble
+STATM = Path("/proc/self/statm")  # of Linux
 
 
 def watching_routes(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["looking closer"], responses=TASK_ERRORS)
-    tasks = context.tasks
 
-    def of(model: str | None) -> LocalModel:
+    def find_model(model: str | None) -> LocalModel:
         """The model that is looked at: the usual one, or one of several by its name."""
         return context.by_name[context.models.read_plain(model).model]
 
@@ -49,10 +51,8 @@ def watching_routes(context: Context) -> APIRouter:
     async def stats(request: Request, model: str | None = None) -> StatsOut:
         """Load, caches, and the last half hour. Of several models, the engine, tiers and evictions
         are of one; answers, their tokens, misses and the half hour of all together."""
-        return await tasks.run(
-            partial(_stats, context, of(model), tenant_of(request.scope)),
-            client=client_of(request.scope),
-        )
+        tenant = tenant_of(request.scope)
+        return await context.run(request, _stats, context, find_model(model), tenant)
 
     @routes.get("/tree")
     async def tree(
@@ -61,10 +61,8 @@ def watching_routes(context: Context) -> APIRouter:
         """What hangs below a node of the knowledge tree; what begins paths, without one. Each of
         several models has its own."""
         check_limit(limit, MOST_NODES)
-        return await tasks.run(
-            partial(_tree, context, of(model), tenant_of(request.scope), node, limit),
-            client=client_of(request.scope),
-        )
+        weave, tenant = find_model(model), tenant_of(request.scope)
+        return await context.run(request, _tree, context, weave, tenant, node, limit)
 
     @routes.get("/quality")
     async def quality(
@@ -72,53 +70,39 @@ def watching_routes(context: Context) -> APIRouter:
     ) -> QualityOut:
         """What reuse costs with a model, what the gate lets through, what the audit found; of the
         first that answers from `kb` where no model is named."""
-        tenant, weave = tenant_of(request.scope), of(model)
+        tenant, weave = tenant_of(request.scope), find_model(model)
         if kb is None:
-            view = partial(_quality_out, weave, over_library=False, is_told=not tenant)
-        else:
-            named = None if model is None else weave.model_name
-            view = partial(_library_quality, context, tenant, check_name(kb), named)
-        return await tasks.run(view, client=client_of(request.scope))
+            return await context.run(
+                request, _quality_out, weave, over_library=False, with_audits=not tenant
+            )
+        named = None if model is None else weave.model_name
+        return await context.run(request, _library_quality, context, tenant, check_name(kb), named)
+
+    @routes.get("/answers")
+    async def list_answers(request: Request) -> AnswerList:
+        found = await context.run(request, _kept_answers, context, tenant_of(request.scope))
+        return AnswerList(answers=[AnswerSummary.model_validate(kept) for kept in found])
+
+    @routes.get("/answers/{answer_id}")
+    async def get_answer(request: Request, answer_id: str) -> AnswerOut:
+        return await context.run(request, _answer, context, tenant_of(request.scope), answer_id)
 
     return routes
 
 
 def _stats(context: Context, weave: LocalModel, tenant: str) -> StatsOut:
-    libraries, series = context.libraries, context.tenants
-    totals = series.totals(tenant)
+    libraries = context.libraries
+    totals = context.tenants.totals(tenant)
+    tiers = tier_lines(libraries, weave.model_name, tenant)
+    gone = evictions(libraries, weave, tenant, EVICTIONS)
     return StatsOut(
         now=_now(context, weave, tenant),
-        totals=TotalsOut(
-            answers=totals.answers,
-            completion_tokens=totals.made,
-            prompt_tokens=totals.tokens,
-            chunks=totals.tiers,
-        ),
-        tiers=[
-            TierOut(
-                kb=line.kb,
-                tier=line.tier,
-                bytes=line.num_bytes,
-                capacity=line.capacity_bytes,
-                loads=line.loads,
-            )
-            for line in tier_lines(libraries, weave.model_name, tenant)
-        ],
+        totals=TotalsOut.model_validate(totals),
+        tiers=[TierOut.model_validate(line) for line in tiers],
         misses=misses(libraries, tenant),
         degradations=totals.whys,
-        series=SeriesOut.model_validate(series.series(tenant)._asdict()),
-        evictions=[
-            EvictionOut(
-                at=round(line.at_s, 3),
-                kb=line.kb,
-                chunk=line.chunk,
-                title=line.title,
-                tier=line.tier,
-                bytes=line.num_bytes,
-                priority=line.priority,
-            )
-            for line in evictions(libraries, weave, tenant, EVICTIONS)
-        ],
+        series=context.tenants.series(tenant),
+        evictions=[EvictionOut.model_validate(line) for line in gone],
     )
 
 
@@ -151,6 +135,14 @@ def _now(context: Context, weave: LocalModel, tenant: str) -> NowOut:
     )
 
 
+def resident_bytes() -> int | None:
+    """Memory of this process that is in RAM; None where that cannot be told."""
+    try:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def _tree(
     context: Context, weave: LocalModel, tenant: str, node: str | None, limit: int
 ) -> TreeOut:
@@ -158,24 +150,11 @@ def _tree(
     chunks = [line.chunk for line in lines if line.chunk is not None]
     with context.libraries.open_of(tenant) as hosts:
         names = titles([host for _, host in hosts], chunks)
-    return TreeOut(
-        nodes=[
-            NodeOut(
-                id=line.id,
-                parent=line.parent,
-                chunk=line.chunk,
-                title=SYSTEM if line.chunk is None else names.get(line.chunk, ("", ""))[1],
-                tokens=line.num_tokens,
-                end=line.end,
-                tier=line.tier,
-                bytes=line.num_bytes,
-                priority=line.priority,
-                hits=line.hits,
-                children=line.num_children,
-            )
-            for line in lines
-        ]
-    )
+    nodes = []
+    for line in lines:
+        title = SYSTEM if line.chunk is None else names.get(line.chunk, ("", ""))[1]
+        nodes.append(NodeOut.model_validate({**line._asdict(), "title": title}))
+    return TreeOut(nodes=nodes)
 
 
 def _library_quality(context: Context, tenant: str, kb: str, model: str | None) -> QualityOut:
@@ -183,44 +162,19 @@ def _library_quality(context: Context, tenant: str, kb: str, model: str | None) 
     with context.libraries.use(tenant, kb) as host:
         weave = host.engines[0] if model is None else host.engine_of(model)
         assert weave is not None, "knowledge bases are where the model is"
-        return _quality_out(weave, over_library=True, is_told=True)
+        return _quality_out(weave, over_library=True, with_audits=True)
 
 
-def _quality_out(weave: LocalModel, *, over_library: bool, is_told: bool) -> QualityOut:
-    """`is_told`: whether the asker may hear what audits found, which others' answers may be in."""
+def _quality_out(weave: LocalModel, *, over_library: bool, with_audits: bool) -> QualityOut:
+    """`with_audits`: what audits found is shown, which answers to others may be in."""
     view = quality_of(weave, over_library=over_library)
     return QualityOut(
         model=weave.model_name,
         bound=view.bound,
         calibrated=view.doubt is None,
         why=view.doubt,
-        strategies=[
-            CurveOut(
-                strategy=curve.strategy,
-                kind=curve.kind,
-                questions=curve.num_questions,
-                points=[
-                    PointOut(
-                        ratio=point.ratio,
-                        kl_nats=point.kl,
-                        upper=point.kl_high,
-                        flips=point.flips,
-                        work=point.work,
-                    )
-                    for point in curve.points
-                ],
-            )
-            for curve in view.curves
-        ],
-        gate=[
-            GateOut(
-                strategy=line.strategy,
-                ratio=line.ratio,
-                allowed=line.ratio is not None,
-                why=line.why,
-            )
-            for line in view.gate
-        ],
+        strategies=[CurveOut.model_validate(curve) for curve in view.curves],
+        gate=[GateOut.model_validate(line) for line in view.gate],
         audit=[
             AuditOut(
                 strategy=cell.strategy,
@@ -228,7 +182,30 @@ def _quality_out(weave: LocalModel, *, over_library: bool, is_told: bool) -> Qua
                 total=cell.total,
                 **cell.figures.document(),
             )
-            for cell in (view.audited if is_told else ())
+            for cell in (view.audited if with_audits else ())
         ],
-        moves=[move._asdict() for move in (view.moves if is_told else ())],
+        moves=[move._asdict() for move in (view.moves if with_audits else ())],
     )
+
+
+def _kept_answers(context: Context, tenant: str) -> list[KeptAnswer]:
+    for kb in {kept.kb for kept in context.kept.all(tenant)}:
+        _hear_removals(context, tenant, kb)
+    return context.kept.all(tenant)
+
+
+def _answer(context: Context, tenant: str, answer_id: str) -> AnswerOut:
+    _hear_removals(context, tenant, context.kept.get(tenant, answer_id).kb)
+    kept = context.kept.get(tenant, answer_id)  # if it still is
+    details = context.by_name[kept.model].details(kept.answer, kept.queue_s)
+    return answer_out(kept, details)
+
+
+def _hear_removals(context: Context, tenant: str, kb: str | None) -> None:
+    """Another process may have deleted what an answer was made from."""
+    if kb is None:
+        return
+    try:
+        context.libraries.catch_up(tenant, kb)
+    except NoSuchKnowledgeBase:
+        context.kept.forget_kb(tenant, kb)

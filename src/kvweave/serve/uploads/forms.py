@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.errors import ApiError
 from kvweave.serve.uploads.spool import Spool
 
 LONGEST_HEADERS = 16 << 10  # bytes of one part

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvweave.app.libraries.libraries import Libraries
-from kvweave.serve.errors import ApiError
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.access.limits import Limits
 
 REFUSED_S = 600.0  # for which refused bytes count
 

@@ -1,10 +1,6 @@
-"""The body of an upload: a JSON text or files of a form, as sources for ingest.
+"""How much of a JSON body is not its longest text, counted while it arrives.
 
-The body goes to a temporary file as it comes and is read again when its turn to be taken in has
-come: however many wait, none of them is in memory.
-
-What a client calls a file is a name to show and never a path: its folders are cut off, and no file
-of that name is ever opened.
+What a text is long is read quickly; of everything else a few megabytes take a parser seconds.
 """
 
 import asyncio
@@ -20,13 +16,45 @@ from starlette.requests import ClientDisconnect
 
 from kvweave.app.libraries.libraries import FileBytes, Later, TextSource, read_fields
 from kvweave.errors import CorpusError
-from kvweave.serve.auth import tenant_of
-from kvweave.serve.errors import ApiError, describe
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.api_keys import tenant_of
+from kvweave.serve.access.errors import ApiError, describe
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles
-from kvweave.serve.uploads.json_scan import LONGEST_REST, JsonScan
 from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.kb import TextIn
+
+LONGEST_REST = 256 << 10  # bytes
+
+
+class JsonScan:
+    """Counts the bytes of one body piece by piece. It parses nothing: what is no JSON is counted as
+    if it were, and refused by the parser."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._longest = 0  # bytes of a text that has ended
+        self._run = 0  # bytes since the last quote
+        self._is_inside = False  # of a text
+        self._held = b""  # a backslash, whose other half is in the next piece
+
+    def feed(self, piece: bytes) -> None:
+        """Count a piece."""
+        self._num_bytes += len(piece)
+        plain = (self._held + piece).replace(rb"\\", b"..").replace(rb"\"", b"..")
+        self._held = b"\\" if plain.endswith(b"\\") else b""
+        first, *others = plain.removesuffix(self._held).split(b'"')
+        self._run += len(first)
+        for part in others:
+            if self._is_inside:
+                self._longest = max(self._longest, self._run)
+            self._is_inside = not self._is_inside
+            self._run = len(part)
+
+    @property
+    def rest_bytes(self) -> int:
+        """Bytes so far outside of the longest text."""
+        return self._num_bytes - max(self._longest, self._run if self._is_inside else 0)
+
 
 LONGEST_NAME = 200
 SHORT_BYTES = 256 << 10  # of JSON that is parsed here; a longer one in a process of its own

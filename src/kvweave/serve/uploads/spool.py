@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.errors import ApiError
 
 log = logging.getLogger(__name__)
 

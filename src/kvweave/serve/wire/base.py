@@ -5,10 +5,12 @@ refused by name. A null means the same as leaving the field out.
 """
 
 from collections.abc import Callable, Sized
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -151,9 +153,20 @@ class SamplingFields(Incoming):
 
 
 class Outgoing(BaseModel):
-    """Part of a reply."""
+    """Part of a reply. `model_validate` makes it of an object of `app`: each field is the attribute
+    of its name, or the one that `attribute` names."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(
+        frozen=True, from_attributes=True, validate_by_name=True, validate_by_alias=True
+    )
+
+
+def attribute(*path: str) -> Any:
+    """Names the attribute that a field of a reply is made of, by the way to it."""
+    return Field(validation_alias=AliasPath(*path))
+
+
+Rounded = Annotated[float, AfterValidator(partial(round, ndigits=3))]
 
 
 class TransferOut(Outgoing):

@@ -26,8 +26,7 @@ from kvweave.serve.wire.base import (
     at_most,
     schema_only,
 )
-from kvweave.serve.wire.explain import Explain
-from kvweave.serve.wire.sources import SourceOut
+from kvweave.serve.wire.explain import Explain, SourceOut
 from kvweave.serve.wire.tools import ToolCallOut, ToolCalls, ToolChoice, Tools
 
 
@@ -258,3 +257,27 @@ class ChatReply(Outgoing):
             for name in ABOUT_CHUNKS:
                 del written[name]
         return written
+
+
+FEWEST_WAYS, MOST_WAYS = 2, 3
+MAX_TOKENS = 256  # unless it is said
+MOST_TOKENS = 2048
+
+
+class WayIn(Incoming):
+    """One way to answer."""
+
+    reuse: AnyReuse
+    ratio: float | None = None  # in place of the one in `reuse`
+
+
+class CompareRequest(Incoming):
+    """The body of POST /v1/compare."""
+
+    messages: Annotated[list[ChatMessage], schema_only(minItems=1)]
+    model: Text | None = None  # as in a chat request; of all ways
+    ways: Annotated[list[WayIn], schema_only(minItems=FEWEST_WAYS, maxItems=MOST_WAYS)]
+    kb: Annotated[Text | None, schema_only(pattern=NAME_PATTERN)] = None
+    documents: list[AnyDocument] | None = None
+    k: Annotated[int | None, schema_only(minimum=1, maximum=MOST_CHUNKS)] = None
+    max_tokens: Annotated[int, schema_only(minimum=1, maximum=MOST_TOKENS)] = MAX_TOKENS

@@ -1,35 +1,45 @@
 """The explain block of a reply: what was done for an answer, in plain JSON."""
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from kvweave.app.answer.notes import UpstreamNote
-from kvweave.app.weave import Answer
+from kvweave.app.weave import Answer, AnswerSource
 from kvweave.reasons import Reason
-from kvweave.serve.wire.base import Outgoing
+from kvweave.serve.wire.base import Outgoing, Rounded, attribute
 
 
 class ChunkOut(Outgoing):
     """One chunk of the prompt."""
 
     start: int  # position of its first token
-    tokens: int
+    tokens: Annotated[int, attribute("num_tokens")]
     state: str  # exact, reused (some of it may be recomputed) or computed; "": not known
     recomputed: int  # tokens of it that were
     tier: str | None  # where its KV came from
     why: str | None  # why it was computed
 
 
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
+
+
 class OptionOut(Outgoing):
     """One option to answer that was considered."""
 
     name: str
-    predicted_ms: float | None  # to the first token; null: not priced
-    again_ms: float = 0.0  # a second prefill, times the chance of a close call; counts as well
+    # to the first token; null: not priced
+    predicted_ms: Annotated[float | None, attribute("predicted_s"), BeforeValidator(_ms)]
+    # a second prefill, times the chance of a close call; counts as well
+    again_ms: Annotated[float, attribute("again_s"), BeforeValidator(_ms)] = 0.0
     rows: int  # tokens computed
     load_bytes: int
-    load_ms: float | None = None  # loading by itself; null: nothing is loaded
-    load_share: float | None = None  # of it that the price holds, learnt from earlier requests
+    # loading by itself; null: nothing is loaded
+    load_ms: Annotated[float | None, attribute("load", "seconds"), BeforeValidator(_ms)] = None
+    # of it that the price holds, learnt from earlier requests
+    load_share: Annotated[Rounded | None, attribute("load", "share")] = None
     ratio: float | None
     reason: str  # why it was taken or not
 
@@ -38,8 +48,8 @@ class DecisionOut(Outgoing):
     """Why reuse "auto" did what it did."""
 
     chosen: str
-    predicted_ms: float
-    actual_ms: float
+    predicted_ms: Rounded
+    actual_ms: Rounded
     ordered_by: str
     order_kept: str | None = None  # why no chunk may move, where that is left to us
     options: list[OptionOut]
@@ -48,13 +58,13 @@ class DecisionOut(Outgoing):
 class Timeline(Outgoing):
     """Where the time went, in milliseconds."""
 
-    queue: float  # admitted, not begun
-    retrieve: float
-    load: float
-    select: float
-    compute: float
-    first_token: float  # from the begin of the work
-    total: float
+    queue: Rounded  # admitted, not begun
+    retrieve: Rounded
+    load: Rounded
+    select: Rounded
+    compute: Rounded
+    first_token: Rounded  # from the begin of the work
+    total: Rounded
 
 
 class Explain(Outgoing):
@@ -76,16 +86,17 @@ class Explain(Outgoing):
     not_guessed: str | None = None  # why nothing was to be guessed
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
-    full_ms: float | None = None  # a full prefill of this prompt, about; null: never measured
+    full_ms: Rounded | None = None  # a full prefill of this prompt, about; null: never measured
     upstream: dict[str, Any] | None = None  # of a gateway: which one answered, and what it says
     timeline_ms: Timeline
 
 
 def explain_of(answer: Answer, queue_s: float) -> Explain:
     """The explain block of an answer that waited `queue_s` for its worker."""
-    record = answer.explain
     if answer.upstream is not None:
-        return _routed(answer, answer.upstream, queue_s)
+        return _explain_upstream(answer, answer.upstream, queue_s)
+    record = answer.explain
+    timeline = _timeline(answer, queue_s)
     if record is None:  # nothing stored was looked at: all was computed
         return Explain(
             strategy="full",
@@ -97,8 +108,8 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
             chunks=[],
             states=[("computed", 0, answer.prompt_tokens)],
             decision=None,
-            full_ms=_full_ms(answer),
-            timeline_ms=_timeline(answer, queue_s),
+            full_ms=answer.full_ms,
+            timeline_ms=timeline,
         )
     return Explain(
         strategy=record.strategy,
@@ -110,38 +121,29 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         loaded_bytes=record.loaded_bytes,
         left_out=record.left_out,
         way=record.way,
-        chunks=[
-            ChunkOut(
-                start=chunk.start,
-                tokens=chunk.num_tokens,
-                state=str(chunk.state),
-                recomputed=chunk.recomputed,
-                tier=chunk.tier,
-                why=chunk.why,
-            )
-            for chunk in record.chunks
-        ],
+        chunks=[ChunkOut.model_validate(chunk) for chunk in record.chunks],
         states=[(str(state), start, end) for state, start, end in record.runs()],
         decision=_decision(answer),
         speculation=None if answer.speculation is None else answer.speculation.document(),
         not_guessed=answer.not_guessed,
         audit=None if answer.audit is None else answer.audit.document(),
-        full_ms=_full_ms(answer),
-        timeline_ms=_timeline(answer, queue_s),
+        full_ms=answer.full_ms,
+        timeline_ms=timeline,
     )
 
 
-def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
-    """Of an answer that came through a gateway: what the upstream says, no more."""
-    told, num_tokens = note.told, answer.prompt_tokens
-    tokens, why = note.tokens(num_tokens), told.get("why")
+def _explain_upstream(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
+    """What the upstream of a gateway says of an answer, and no more."""
+    report, num_tokens = note.told, answer.prompt_tokens
+    tokens, why = note.tokens(num_tokens), report.get("why")
     if not tokens:
         why = Reason.UPSTREAM_SILENT
     computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)
-    timeline = _timeline(answer, queue_s)
+    retrieve_ms = note.retrieve_ms
+    times = {"retrieve": retrieve_ms, "compute": answer.ttft_ms - retrieve_ms}
     return Explain(
-        strategy=str(told.get("strategy") or told.get("way") or "upstream"),
-        ratio=float(told.get("ratio", 0.0)),
+        strategy=strategy_of(answer),
+        ratio=float(report.get("ratio", 0.0)),
         why=None if why is None else str(why),
         encoding=None,
         tokens=tokens,
@@ -156,58 +158,74 @@ def _routed(answer: Answer, note: UpstreamNote, queue_s: float) -> Explain:
         decision=None,
         speculation=None if answer.speculation is None else answer.speculation.document(),
         upstream=note.document(),
-        timeline_ms=timeline.model_copy(
-            update={
-                "retrieve": round(note.retrieve_ms, 3),
-                "compute": round(answer.ttft_ms - note.retrieve_ms, 3),
-            }
-        ),
+        timeline_ms=_timeline(answer, queue_s, **times),
     )
+
+
+def strategy_of(answer: Answer) -> str:
+    """How the prompt of an answer was prefilled, in a word."""
+    if answer.nothing_found:
+        return "nothing_found"
+    if answer.upstream is not None:
+        report = answer.upstream.told
+        return str(report.get("strategy") or report.get("way") or "upstream")
+    return "full" if answer.explain is None else answer.explain.strategy
 
 
 def _decision(answer: Answer) -> DecisionOut | None:
     decision = answer.decision
     if decision is None:
         return None
+    judged, plan = decision.judged, decision.plan
     return DecisionOut(
-        chosen=decision.judged.option,
-        predicted_ms=round(decision.judged.predicted_s * 1e3, 3),
-        actual_ms=round(decision.judged.actual_s * 1e3, 3),
-        ordered_by=decision.plan.ordered_by,
-        order_kept=None if decision.plan.order_kept is None else str(decision.plan.order_kept),
-        options=[
-            OptionOut(
-                name=option.name,
-                predicted_ms=_ms(option.predicted_s),
-                again_ms=round(option.again_s * 1e3, 3),
-                rows=option.rows,
-                load_bytes=option.load_bytes,
-                load_ms=None if option.load is None else _ms(option.load.seconds),
-                load_share=None if option.load is None else round(option.load.share, 3),
-                ratio=option.ratio,
-                reason=str(option.reason),
-            )
-            for option in decision.plan.options
-        ],
+        chosen=judged.option,
+        predicted_ms=judged.predicted_s * 1e3,
+        actual_ms=judged.actual_s * 1e3,
+        ordered_by=plan.ordered_by,
+        order_kept=None if plan.order_kept is None else str(plan.order_kept),
+        options=[OptionOut.model_validate(option) for option in plan.options],
     )
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None or not math.isfinite(seconds) else round(seconds * 1e3, 3)
-
-
-def _full_ms(answer: Answer) -> float | None:
-    return None if answer.full_ms is None else round(answer.full_ms, 3)
-
-
-def _timeline(answer: Answer, queue_s: float) -> Timeline:
+def _timeline(answer: Answer, queue_s: float, **times: float) -> Timeline:
     stages = None if answer.explain is None else answer.explain.stages
+    usual = {
+        "retrieve": stages.retrieve if stages else 0.0,
+        "load": stages.load if stages else 0.0,
+        "select": stages.select if stages else 0.0,
+        "compute": stages.compute if stages else answer.ttft_ms,
+    }
     return Timeline(
-        queue=round(queue_s * 1e3, 3),
-        retrieve=round(stages.retrieve, 3) if stages else 0.0,
-        load=round(stages.load, 3) if stages else 0.0,
-        select=round(stages.select, 3) if stages else 0.0,
-        compute=round(stages.compute if stages else answer.ttft_ms, 3),
-        first_token=round(answer.ttft_ms, 3),
-        total=round(answer.total_ms, 3),
+        queue=queue_s * 1e3,
+        first_token=answer.ttft_ms,
+        total=answer.total_ms,
+        **(usual | times),
     )
+
+
+class SourceOut(Outgoing):
+    """One of the chunks that an answer was made from."""
+
+    cited_as: int  # from 1, best first
+    document: str | None  # its id in the knowledge base; null: the request brought it. Not streamed
+    document_id: str | None  # the same
+    title: str
+    chunk: str  # id
+    score: float | None  # of the search; null: the request brought it
+    span: tuple[int, int] | None  # its tokens in the prompt, [start, end); null: not known
+    tier: str | None  # where its KV came from; null: it was computed, or an upstream knows
+    # of a reused one some may be recomputed; null: through a gateway, an upstream knows
+    fate: Literal["exact", "reused", "computed"] | None
+
+
+def sources_out(sources: tuple[AnswerSource, ...]) -> list[SourceOut]:
+    return [
+        SourceOut.model_validate({**source.as_json(), "document_id": source.document})
+        for source in sources
+    ]
+
+
+def streamed_sources(sources: tuple[AnswerSource, ...]) -> list[dict[str, Any]]:
+    """Sources for the last event of a stream. Without `document`: the page of Open WebUI, which
+    streams, has a list of texts of that name in its own sources, and breaks at a string."""
+    return [source.model_dump(exclude={"document"}) for source in sources_out(sources)]

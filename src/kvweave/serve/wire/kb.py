@@ -1,20 +1,16 @@
-"""Knowledge bases over HTTP: requests and replies, and replies made of what `app` gives."""
+"""Knowledge bases over HTTP: requests and replies."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.libraries.libraries import (
-    LONGEST_TITLE,
-    IngestProgress,
-    IngestReport,
-    KVProgress,
-    check_metadata,
-)
+from kvweave.app.libraries.libraries import LONGEST_TITLE, check_metadata
+from kvweave.app.libraries.library_browser import section_title
 from kvweave.errors import RequestError
-from kvweave.serve.errors import without_paths
-from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
+from kvweave.serve.access.errors import without_paths
+from kvweave.serve.wire.base import Incoming, Outgoing, Rounded, Text, at_most, attribute
 
 OrderName = Literal["as_found", "free", "auto"]
 
@@ -58,16 +54,23 @@ class SearchRequest(Incoming):
     filter: dict[str, Any] = Field(default_factory=dict)  # what metadata its document has
 
 
+Tenths = Annotated[float, AfterValidator(partial(round, ndigits=1))]
+
+
+def _without_paths(why: str | None) -> str | None:
+    return without_paths(why or "") or None
+
+
 class KVOut(Outgoing):
-    """How far the chunk KV is that is made in the background."""
+    """How far the chunk KV is that is made in the background: a `KVProgress`."""
 
     state: Literal["off", "making", "ready", "full", "failed", "unused"]
     chunks_done: int
     chunks_total: int
     chunks_in_front: int  # that have a front copy as well
-    bytes: int
-    eta_s: float | None  # until the rest is there; null: not known, or nothing is made
-    why: str | None = None  # nothing more can be made
+    bytes: Annotated[int, attribute("num_bytes")]
+    eta_s: Tenths | None  # until the rest is there; null: not known, or nothing is made
+    why: Annotated[str | None, BeforeValidator(_without_paths)] = None  # nothing more can be made
 
 
 class KnowledgeBaseOut(Outgoing):
@@ -95,20 +98,23 @@ class KnowledgeBaseList(Outgoing):
 
 
 class DocumentKVOut(Outgoing):
-    """The chunk KV of a document in the tiers of this machine."""
+    """The chunk KV of a document in the tiers of this machine: a `DocumentKV`."""
 
     state: Literal["ready", "part", "none"]  # of all its chunks, of some, of none
     chunks_done: int
-    bytes: dict[str, int]  # by tier; a chunk may have a copy in each
+    # by tier; a chunk may have a copy in each
+    bytes: Annotated[dict[str, int], attribute("num_bytes")]
 
 
 class DocumentOut(Outgoing):
+    """A `DocumentInfo`."""
+
     id: str
     source: str
     title: str
-    chars: int
-    chunks: int
-    tokens: int
+    chars: Annotated[int, attribute("num_chars")]
+    chunks: Annotated[int, attribute("num_chunks")]
+    tokens: Annotated[int, attribute("num_tokens")]
     added_at: float  # seconds since 1970
     metadata: dict[str, str | int | float]  # as it was given
     kv: DocumentKVOut | None = None  # where `limit` was given
@@ -120,13 +126,17 @@ class DocumentList(Outgoing):
     next: str | None = None  # for `after`: there are more
 
 
-class ChunkLineOut(Outgoing):
-    """A chunk as a document or a ranking shows it."""
+Title = Annotated[str, BeforeValidator(section_title)]  # of a chunk
+Length = Annotated[int, BeforeValidator(len)]
 
-    id: str
-    index: int  # its place in the document, from 0
-    heading: str
-    tokens: int
+
+class ChunkLineOut(Outgoing):
+    """A chunk as a document or a ranking shows it: a `ChunkLine`."""
+
+    id: Annotated[str, attribute("chunk", "id")]
+    index: Annotated[int, attribute("place")]  # in the document, from 0
+    heading: Annotated[Title, attribute("chunk")]
+    tokens: Annotated[Length, attribute("chunk", "token_ids")]
     asked: int  # prompts it was in since the server began
 
 
@@ -162,26 +172,28 @@ class HotChunkList(Outgoing):
 
 
 class NeighbourOut(Outgoing):
-    id: str
+    """A `Hit`."""
+
+    id: Annotated[str, attribute("chunk", "id")]
     document: str | None
-    title: str
+    title: Annotated[Title, attribute("chunk")]
     score: float
 
 
 class ChunkDetail(Outgoing):
-    """All of one chunk."""
+    """All of one chunk: a `ChunkView`."""
 
-    id: str
-    document: str  # id of one that holds it
-    document_title: str
-    title: str
-    index: int  # its place in that document, from 0
-    text: str
-    tokens: int
+    id: Annotated[str, attribute("chunk", "id")]
+    document: Annotated[str, attribute("document", "id")]  # one that holds it
+    document_title: Annotated[str, attribute("document", "title")]
+    title: Annotated[Title, attribute("chunk")]
+    index: Annotated[int, attribute("place")]  # in that document, from 0
+    text: Annotated[str, attribute("chunk", "text")]
+    tokens: Annotated[Length, attribute("chunk", "token_ids")]
     asked: int
-    kv: dict[str, int]  # bytes by tier
+    kv: Annotated[dict[str, int], attribute("kv_bytes")]  # by tier
     previous: str | None  # chunk in the document
-    next: str | None
+    next: Annotated[str | None, attribute("following")]
     neighbours: list[NeighbourOut]  # most like it first
 
 
@@ -199,7 +211,7 @@ class SkippedOut(Outgoing):
 
 
 class IngestOut(Outgoing):
-    """The outcome of an upload. Everything counted is on the disk."""
+    """The outcome of an upload, an `IngestReport`. Everything counted is on the disk."""
 
     object: Literal["ingest"] = "ingest"
     added: int  # documents
@@ -209,23 +221,24 @@ class IngestOut(Outgoing):
     new_chunks: int
     shared_chunks: int  # already there before
     skipped: list[SkippedOut]
-    elapsed_s: float
+    elapsed_s: Rounded
     kv_chunks: int  # whose KV was made before this reply: none unless it was waited for
     kv_bytes: int
 
 
 class ProgressOut(Outgoing):
-    """An event while an upload is taken in; the last event is the outcome."""
+    """An event while an upload is taken in, an `IngestProgress`; the last is the outcome."""
 
     object: Literal["ingest.progress"] = "ingest.progress"
     phase: str  # read, embed, index, encode or neighbours
     done_bytes: int
     total_bytes: int | None
-    documents: int  # looked at so far
-    chunks: int  # cut so far; in phases encode and neighbours: with KV
+    documents: Annotated[int, attribute("num_documents")]  # looked at so far
+    # cut so far; in phases encode and neighbours: with KV
+    chunks: Annotated[int, attribute("num_chunks")]
     total_chunks: int | None  # in those phases
     kv_bytes: int  # written so far
-    eta_s: float | None  # until the end of the phase; null: not known
+    eta_s: Tenths | None  # until the end of the phase; null: not known
 
 
 class RemovedOut(Outgoing):
@@ -235,16 +248,23 @@ class RemovedOut(Outgoing):
     chunks: int  # that went with it, chunk KV and all
 
 
+def _fate(tier: str | None) -> str:
+    return "computed" if tier is None else "reused"
+
+
 class HitOut(Outgoing):
-    id: str  # of the chunk
-    document: str | None  # id of one that holds it
-    title: str
-    text: str
-    tokens: int
-    score: float
+    """A `SearchHit`."""
+
+    id: Annotated[str, attribute("hit", "chunk", "id")]  # of the chunk
+    document: Annotated[str | None, attribute("hit", "document")]  # id of one that holds it
+    title: Annotated[Title, attribute("hit", "chunk")]
+    text: Annotated[str, attribute("hit", "chunk", "text")]
+    tokens: Annotated[Length, attribute("hit", "chunk", "token_ids")]
+    score: Annotated[float, attribute("hit", "score")]
     chars: tuple[int, int] | None  # of its document that it covers, [start, end)
     tier: str | None  # that has its KV now; null: none has
-    fate: Literal["reused", "computed"]  # of its KV, if it stood in a prompt now
+    # of its KV, if it stood in a prompt now
+    fate: Annotated[Literal["reused", "computed"], attribute("tier"), BeforeValidator(_fate)]
 
 
 class HitList(Outgoing):
@@ -252,44 +272,20 @@ class HitList(Outgoing):
     data: list[HitOut]
 
 
-def report_out(report: IngestReport) -> IngestOut:
-    """An IngestReport in the wire format."""
-    return IngestOut(
-        added=report.added,
-        updated=report.updated,
-        unchanged=report.unchanged,
-        removed=report.removed,
-        new_chunks=report.new_chunks,
-        shared_chunks=report.shared_chunks,
-        skipped=[SkippedOut(source=s.source, reason=s.reason) for s in report.skipped],
-        elapsed_s=round(report.elapsed_s, 3),
-        kv_chunks=report.kv_chunks,
-        kv_bytes=report.kv_bytes,
-    )
+class JobOut(Outgoing):
+    """How far an `UploadJob` is."""
+
+    id: str
+    object: Literal["ingest.job"] = "ingest.job"
+    kb: str
+    state: Literal["waiting", "running", "done", "failed", "cancelled"]
+    created: Rounded  # seconds since 1970
+    ended: Rounded | None  # null: it is not over
+    progress: ProgressOut | None  # null: it has not begun
+    report: IngestOut | None  # the outcome, once it is done
+    error: str | None  # why it failed
 
 
-def kv_out(progress: KVProgress) -> KVOut:
-    """How far chunk KV is, in the wire format."""
-    return KVOut(
-        state=progress.state,
-        chunks_done=progress.chunks_done,
-        chunks_total=progress.chunks_total,
-        chunks_in_front=progress.chunks_in_front,
-        bytes=progress.num_bytes,
-        eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
-        why=without_paths(progress.why) or None,
-    )
-
-
-def progress_out(progress: IngestProgress) -> ProgressOut:
-    """What is known of an ingest under way, in the wire format."""
-    return ProgressOut(
-        phase=progress.phase,
-        done_bytes=progress.done_bytes,
-        total_bytes=progress.total_bytes,
-        documents=progress.num_documents,
-        chunks=progress.num_chunks,
-        total_chunks=progress.total_chunks,
-        kv_bytes=progress.kv_bytes,
-        eta_s=None if progress.eta_s is None else round(progress.eta_s, 1),
-    )
+class JobList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[JobOut]  # newest first

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvweave.serve.departures import ClientGone, while_connected
-from kvweave.serve.errors import as_api_error, error_body
+from kvweave.serve.access.disconnects import ClientGone, while_connected
+from kvweave.serve.access.errors import as_api_error, error_body
 
 DONE = "data: [DONE]\n\n"
 HEARTBEAT = ": still at it\n\n"  # a comment: clients pass it over

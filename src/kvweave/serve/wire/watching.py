@@ -1,8 +1,14 @@
 """GET /v1/stats, /v1/tree and /v1/quality: replies."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from kvweave.serve.wire.base import Outgoing
+from pydantic import BeforeValidator
+
+from kvweave.app.answer.answer_details import AnswerDetails
+from kvweave.app.answer.kept_answers import KeptAnswer
+from kvweave.app.weave import Answer
+from kvweave.serve.wire.base import Outgoing, Rounded, attribute
+from kvweave.serve.wire.explain import Explain, SourceOut, explain_of, sources_out
 
 
 class PagesOut(Outgoing):
@@ -24,19 +30,24 @@ class NowOut(Outgoing):
 
 
 class TotalsOut(Outgoing):
-    """The tenant's own answers since the server began."""
+    """The tenant's own answers since the server began: its `TenantTotals`."""
 
     answers: int
-    completion_tokens: int
-    prompt_tokens: dict[str, int]  # exact, reused, recomputed, computed
-    chunks: dict[str, int]  # of prompts, by the tier that had their KV; none: computed
+    completion_tokens: Annotated[int, attribute("made")]
+    # exact, reused, recomputed, computed
+    prompt_tokens: Annotated[dict[str, int], attribute("tokens")]
+    # of prompts, by the tier that had their KV; none: computed
+    chunks: Annotated[dict[str, int], attribute("tiers")]
 
 
 class TierOut(Outgoing):
+    """A `TierLine`."""
+
     kb: str
     tier: str
-    bytes: int | None  # null: a shared tier keeps its own books
-    capacity: int | None
+    # null: a shared tier keeps its own books
+    bytes: Annotated[int | None, attribute("num_bytes")]
+    capacity: Annotated[int | None, attribute("capacity_bytes")]
     loads: int
 
 
@@ -55,12 +66,14 @@ class SeriesOut(Outgoing):
 
 
 class EvictionOut(Outgoing):
-    at: float  # seconds since 1970
+    """An `EvictionLine`."""
+
+    at: Annotated[Rounded, attribute("at_s")]  # seconds since 1970
     kb: str | None  # null: exact KV of the knowledge tree
     chunk: str
     title: str
     tier: str
-    bytes: int
+    bytes: Annotated[int, attribute("num_bytes")]
     priority: float | None
 
 
@@ -76,19 +89,19 @@ class StatsOut(Outgoing):
 
 
 class NodeOut(Outgoing):
-    """A chunk behind its path, in the knowledge tree."""
+    """A chunk behind its path, in the knowledge tree: a `TreeLine` and its title."""
 
     id: str
     parent: str | None
     chunk: str | None  # null: a system prompt
     title: str  # "": not known
-    tokens: int
+    tokens: Annotated[int, attribute("num_tokens")]
     end: int  # tokens up to and with it
     tier: str
-    bytes: int
+    bytes: Annotated[int, attribute("num_bytes")]
     priority: float | None  # the lowest leaves first; null: it stays
     hits: float
-    children: int
+    children: Annotated[int, attribute("num_children")]
 
 
 class TreeOut(Outgoing):
@@ -98,8 +111,8 @@ class TreeOut(Outgoing):
 
 class PointOut(Outgoing):
     ratio: float
-    kl_nats: float
-    upper: float  # of its 95 % interval
+    kl_nats: Annotated[float, attribute("kl")]
+    upper: Annotated[float, attribute("kl_high")]  # of its 95 % interval
     flips: float
     work: float  # of full prefill's
 
@@ -107,14 +120,18 @@ class PointOut(Outgoing):
 class CurveOut(Outgoing):
     strategy: str
     kind: str  # of questions
-    questions: int
+    questions: Annotated[int, attribute("num_questions")]
     points: list[PointOut]
+
+
+def _is_allowed(ratio: float | None) -> bool:
+    return ratio is not None
 
 
 class GateOut(Outgoing):
     strategy: str
     ratio: float | None
-    allowed: bool
+    allowed: Annotated[bool, attribute("ratio"), BeforeValidator(_is_allowed)]
     why: str
 
 
@@ -139,3 +156,122 @@ class QualityOut(Outgoing):
     gate: list[GateOut]  # with `kb` alone: it depends on the encoding of chunk KV
     audit: list[AuditOut]
     moves: list[dict[str, Any]]  # where the audit has moved the gate
+
+
+def _strategy(answer: Answer) -> str:
+    return "full" if answer.explain is None else answer.explain.strategy
+
+
+def _ratio(answer: Answer) -> float:
+    return 0.0 if answer.explain is None else answer.explain.ratio
+
+
+class AnswerSummary(Outgoing):
+    """A `KeptAnswer` as a list shows it."""
+
+    id: str  # of its chat completion
+    created: Rounded  # seconds since 1970
+    kb: str | None
+    question: str
+    strategy: Annotated[str, attribute("answer"), BeforeValidator(_strategy)]
+    ratio: Annotated[float, attribute("answer"), BeforeValidator(_ratio)]
+    ttft_ms: Annotated[Rounded, attribute("answer", "ttft_ms")]
+    # what a full prefill would have taken, about
+    full_ms: Annotated[Rounded | None, attribute("answer", "full_ms")]
+    prompt_tokens: Annotated[int, attribute("answer", "prompt_tokens")]
+    completion_tokens: Annotated[int, attribute("answer", "completion_tokens")]
+
+
+class AnswerList(Outgoing):
+    object: Literal["list"] = "list"
+    answers: list[AnswerSummary]  # newest first
+
+
+class PartOut(Outgoing):
+    """A run of the prompt's tokens, [start, end)."""
+
+    name: Literal["preamble", "history", "chunk", "question"]
+    start: int
+    end: int
+    chunk: str | None  # id
+
+
+class TokensOut(Outgoing):
+    """The prompt, token by token."""
+
+    texts: list[str]
+    states: str  # a letter each: e exact, r reused, n recomputed, c computed
+    scores: list[float | None]  # null: it was not up for recomputation
+    parts: list[PartOut]
+
+
+class LayerOut(Outgoing):
+    """One layer of a fused pass; times in milliseconds since the request arrived, null where they
+    are not measured (on a GPU, and beside other requests)."""
+
+    layer: int
+    loaded_ms: float | None
+    started_ms: float | None
+    ended_ms: float | None
+    rows: int
+    left_rows: int  # that went no further
+
+
+class SelectionOut(Outgoing):
+    selector: str
+    ratio: float
+    layers: list[int]  # whose stored keys or values were looked at
+
+
+class EntryOut(Outgoing):
+    """Something that took time, in milliseconds since the request arrived."""
+
+    name: str
+    lane: str
+    start_ms: float
+    end_ms: float
+    detail: str
+
+
+class AnswerOut(Outgoing):
+    """All that is known of one answer."""
+
+    id: str
+    object: Literal["answer"] = "answer"
+    created: Rounded
+    model: str
+    kb: str | None
+    question: str
+    answer: str
+    ttft_ms: Rounded
+    total_ms: Rounded
+    prompt_tokens: int
+    completion_tokens: int
+    sources: list[SourceOut]
+    explain: Explain
+    tokens: TokensOut
+    layers: list[LayerOut]
+    selection: SelectionOut | None
+    timeline: list[EntryOut]
+
+
+def answer_out(kept: KeptAnswer, details: AnswerDetails) -> AnswerOut:
+    answer, selection = kept.answer, details.selection
+    return AnswerOut(
+        id=kept.id,
+        created=kept.created,
+        model=kept.model,
+        kb=kept.kb,
+        question=kept.question,
+        answer=answer.text,
+        ttft_ms=answer.ttft_ms,
+        total_ms=answer.total_ms,
+        prompt_tokens=answer.prompt_tokens,
+        completion_tokens=answer.completion_tokens,
+        sources=sources_out(answer.sources),
+        explain=explain_of(answer, kept.queue_s),
+        tokens=TokensOut.model_validate(details),
+        layers=[LayerOut.model_validate(layer) for layer in details.layers],
+        selection=None if selection is None else SelectionOut.model_validate(selection),
+        timeline=[EntryOut.model_validate(entry) for entry in details.timeline],
+    )

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 from kvweave.app.hosts import PieceStream
 from kvweave.app.weave import Answer
-from kvweave.serve.errors import ApiError, busy
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.errors import ApiError, busy
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.workers.fair_turns import FairTurns
 from kvweave.serve.workers.mailbox import Mailbox
 

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.errors import EngineClosed
-from kvweave.serve.errors import busy
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.errors import busy
+from kvweave.serve.access.limits import Limits
 from kvweave.serve.workers.fair_turns import FairTurns
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import NAME, Libraries
 from kvweave.errors import ConfigError
-from kvweave.serve.errors import ApiError
+from kvweave.serve.access.errors import ApiError
 
 AT = "@"  # between a model and a knowledge base
 NameKind = Literal["model", "alias", "kb", "embedder"]

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: request and reply, as OpenAI's API has them."""
+"""The smaller routes: GET /v1/models, POST /v1/embeddings, /healthz and /readyz."""
 
 from typing import Annotated, Any, Literal
 
@@ -6,6 +6,40 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
+
+
+class ModelCard(Outgoing):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvweave"
+    # extension; alias: another name of the model, kb: it answers from a knowledge base
+    kind: Literal["model", "alias", "kb", "embedder"] = "model"
+    # tokens of prompt and answer together, by the name other servers use; null: not known
+    max_model_len: int | None
+    kv_transfer: bool = False  # extension; takes `kv_transfer_params`
+
+
+class ModelList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(Outgoing):
+    status: Literal["ok"] = "ok"
+    model: str
+    running: int  # answers being computed
+    waiting: int  # admitted, not begun
+    finished: int  # since the start, as are the next two
+    failed: int
+    abandoned: int  # the client left
+    pinned: int  # chunk KV that some lease holds
+
+
+class Ready(Outgoing):
+    status: Literal["ready"] = "ready"
+    model: str
+
 
 MOST_TEXTS = 2048  # as OpenAI has it
 MOST_CHARS = 1 << 20  # of all of them

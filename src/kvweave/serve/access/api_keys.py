@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.app.libraries.libraries import check_tenant
 from kvweave.errors import ConfigError
-from kvweave.serve.errors import ApiError, error_response
+from kvweave.serve.access.errors import ApiError, error_response
 
 VARIABLE = "KVWEAVE_API_KEYS"
 SHORTEST_KEY = 8

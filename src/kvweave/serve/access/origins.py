@@ -15,14 +15,15 @@ Pages of other origins may read replies (CORS) only where `server.allowed_origin
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvweave.errors import ConfigError
-from kvweave.serve.errors import ApiError, error_response
+from kvweave.serve.access.api_keys import Keys
+from kvweave.serve.access.errors import ApiError, error_response
 
 ANY = "*"
 SAFE = frozenset(("GET", "HEAD", "OPTIONS"))  # change nothing
@@ -129,3 +130,15 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class AccessRules:
+    """Without keys every client may ask, but pages of others (`origins.py`)."""
+
+    keys: Keys = field(default_factory=dict)
+    origins: OriginRules = field(default_factory=OriginRules)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.keys)

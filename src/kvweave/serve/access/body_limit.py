@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvweave.serve.errors import ApiError
-from kvweave.serve.limits import Limits
+from kvweave.serve.access.errors import ApiError
+from kvweave.serve.access.limits import Limits
 
 # A client that is still sending does not read, and would see a reset instead of the refusal. So a
 # little more is read and thrown away after the reply.

@@ -1,8 +1,10 @@
-"""What the first page needs to know, and the sample corpus."""
+"""What the web page begins with, the sample corpus, and conversations that the server keeps."""
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from kvweave.serve.wire.base import Outgoing
+from pydantic import Field
+
+from kvweave.serve.wire.base import Incoming, Outgoing, Text, attribute
 from kvweave.serve.wire.kb import IngestOut
 
 
@@ -61,3 +63,50 @@ class DemoLoaded(Outgoing):
     name: str  # of its knowledge base
     questions: list[str]
     report: IngestOut
+
+
+LONGEST_TITLE = 300
+MOST_MESSAGES = 2000
+
+
+class SavedMessage(Incoming):
+    """What was said; the page's own notes on it go with it."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Text
+    meta: dict[str, Any] | None = None  # the page's own: id, times, sources
+
+
+class ConversationIn(Incoming):
+    """The body of PUT /v1/conversations/{id}."""
+
+    title: Annotated[Text, Field(max_length=LONGEST_TITLE)] = ""
+    messages: Annotated[list[SavedMessage], Field(max_length=MOST_MESSAGES)]
+    updated: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # seconds since 1970
+    meta: dict[str, Any] | None = None  # the page's own: knowledge base, dial
+
+
+class ConversationOut(Outgoing):
+    id: str
+    title: str
+    messages: list[dict[str, Any]]
+    updated: float
+    meta: dict[str, Any] | None = None
+
+
+class ConversationLineOut(Outgoing):
+    id: str
+    title: str
+    updated: float
+    messages: Annotated[int, attribute("num_messages")]
+
+
+class ConversationList(Outgoing):
+    object: Literal["list"] = "list"
+    data: list[ConversationLineOut]  # newest first
+
+
+class ConversationRemoved(Outgoing):
+    id: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True

@@ -1,20 +1,23 @@
-"""Ingests that nobody waits for: begun, looked at, ended.
+"""Ingests under way: one whose client waits for it, and jobs that are begun, looked at, ended.
 
-A job is a task of the writing pool as every upload is, so those of one knowledge base take turns
-and none keeps a search waiting. What is complete stays, however a job ends. The list is in memory:
+Both are tasks of the writing pool, so those of one knowledge base take turns and none keeps a
+search waiting. What is complete stays, however a job ends. The list is in memory:
 a server that is started again has none, and an upload that is sent again does what is missing.
 """
 
+import asyncio
 import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Hashable
+from typing import Any, Literal
 
 from kvweave.app.libraries.libraries import IngestProgress, IngestReport, OnProgress
 from kvweave.errors import EngineClosed
-from kvweave.serve.errors import ApiError, as_api_error
+from kvweave.serve.access.errors import ApiError, as_api_error
+from kvweave.serve.wire.kb import IngestOut, ProgressOut
+from kvweave.serve.workers.task_pool import Admission
 
 KEPT = 100  # jobs of one tenant that are over
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
@@ -48,7 +51,7 @@ class UploadJob:
         try:
             self._check()
             self.state = "running"
-            self.report = ingest(self._told)
+            self.report = ingest(self._on_progress)
             self._end("done")
         except Exception as error:
             if self._is_cancelled.is_set():
@@ -63,7 +66,7 @@ class UploadJob:
             self.error = "the server stopped before it was taken in; send it again"
             self._end("failed")
 
-    def _told(self, progress: IngestProgress) -> None:
+    def _on_progress(self, progress: IngestProgress) -> None:
         self._check()
         self.progress = progress
 
@@ -111,3 +114,48 @@ class JobBoard:
             message = f"no job {job_id[:60]!r} of {kb!r} here; the last {self._kept} are kept"
             raise ApiError(404, message, code="not_found")
         return job
+
+
+class IngestJob:
+    """An ingest in the task pool, from now on. A client that leaves ends the events, not the
+    ingest. On the event loop."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        ingest: Callable[[OnProgress], IngestReport],
+        on_done: Callable[[], None],
+        turn: Hashable,
+    ) -> None:
+        """`on_done` is called once it is over, however it ended; `turn`: see `Admission`."""
+        self._loop = asyncio.get_running_loop()
+        self._latest: list[IngestProgress] = []  # one place: a slow reader hears the last alone
+        self._news = asyncio.Event()
+        self._work = admission.begin(lambda: ingest(self._tell), on_done, turn)
+        self._work.add_done_callback(self._over)
+
+    async def report(self) -> IngestReport:
+        return await self._work
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Events until it is over; the last is its outcome."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._latest:
+                yield ProgressOut.model_validate(self._latest.pop()).model_dump()
+            if self._work.done():
+                yield IngestOut.model_validate(self._work.result()).model_dump()
+                return
+
+    def _tell(self, progress: IngestProgress) -> None:  # on the ingesting thread
+        self._loop.call_soon_threadsafe(self._show, progress)
+
+    def _show(self, progress: IngestProgress) -> None:
+        self._latest[:] = [progress]
+        self._news.set()
+
+    def _over(self, work: "asyncio.Future[IngestReport]") -> None:
+        self._news.set()
+        if not work.cancelled():
+            work.exception()  # seen: the client that waited may have left
