@@ -61,8 +61,8 @@ def _without_paths(why: str | None) -> str | None:
     return without_paths(why or "") or None
 
 
-class KVOut(Outgoing):
-    """How far the chunk KV is that is made in the background: a `KVProgress`."""
+class KVOut(Outgoing):  # made of a KVProgress
+    """How far the chunk KV is that is made in the background."""
 
     state: Literal["off", "making", "ready", "full", "failed", "unused"]
     chunks_done: int
@@ -97,8 +97,8 @@ class KnowledgeBaseList(Outgoing):
     next: str | None = None  # for `after`: there are more
 
 
-class DocumentKVOut(Outgoing):
-    """The chunk KV of a document in the tiers of this machine: a `DocumentKV`."""
+class DocumentKVOut(Outgoing):  # made of a DocumentKV
+    """The chunk KV of a document in the tiers of this machine."""
 
     state: Literal["ready", "part", "none"]  # of all its chunks, of some, of none
     chunks_done: int
@@ -106,9 +106,7 @@ class DocumentKVOut(Outgoing):
     bytes: Annotated[dict[str, int], attribute("num_bytes")]
 
 
-class DocumentOut(Outgoing):
-    """A `DocumentInfo`."""
-
+class DocumentOut(Outgoing):  # made of a DocumentInfo
     id: str
     source: str
     title: str
@@ -130,8 +128,8 @@ Title = Annotated[str, BeforeValidator(section_title)]  # of a chunk
 Length = Annotated[int, BeforeValidator(len)]
 
 
-class ChunkLineOut(Outgoing):
-    """A chunk as a document or a ranking shows it: a `ChunkLine`."""
+class ChunkLineOut(Outgoing):  # made of a ChunkLine
+    """A chunk as a document or a ranking shows it."""
 
     id: Annotated[str, attribute("chunk", "id")]
     index: Annotated[int, attribute("place")]  # in the document, from 0
@@ -171,17 +169,15 @@ class HotChunkList(Outgoing):
     data: list[HotChunkOut]  # in most prompts first
 
 
-class NeighbourOut(Outgoing):
-    """A `Hit`."""
-
+class NeighbourOut(Outgoing):  # made of a Hit
     id: Annotated[str, attribute("chunk", "id")]
     document: str | None
     title: Annotated[Title, attribute("chunk")]
     score: float
 
 
-class ChunkDetail(Outgoing):
-    """All of one chunk: a `ChunkView`."""
+class ChunkDetail(Outgoing):  # made of a ChunkView
+    """All of one chunk."""
 
     id: Annotated[str, attribute("chunk", "id")]
     document: Annotated[str, attribute("document", "id")]  # one that holds it
@@ -210,8 +206,8 @@ class SkippedOut(Outgoing):
     reason: str
 
 
-class IngestOut(Outgoing):
-    """The outcome of an upload, an `IngestReport`. Everything counted is on the disk."""
+class IngestOut(Outgoing):  # made of a IngestReport
+    """The outcome of an upload. Everything counted is on the disk."""
 
     object: Literal["ingest"] = "ingest"
     added: int  # documents
@@ -226,8 +222,8 @@ class IngestOut(Outgoing):
     kv_bytes: int
 
 
-class ProgressOut(Outgoing):
-    """An event while an upload is taken in, an `IngestProgress`; the last is the outcome."""
+class ProgressOut(Outgoing):  # made of a IngestProgress
+    """An event while an upload is taken in; the last event is the outcome."""
 
     object: Literal["ingest.progress"] = "ingest.progress"
     phase: str  # read, embed, index, encode or neighbours
@@ -252,9 +248,7 @@ def _fate(tier: str | None) -> str:
     return "computed" if tier is None else "reused"
 
 
-class HitOut(Outgoing):
-    """A `SearchHit`."""
-
+class HitOut(Outgoing):  # made of a SearchHit
     id: Annotated[str, attribute("hit", "chunk", "id")]  # of the chunk
     document: Annotated[str | None, attribute("hit", "document")]  # id of one that holds it
     title: Annotated[Title, attribute("hit", "chunk")]
@@ -272,8 +266,8 @@ class HitList(Outgoing):
     data: list[HitOut]
 
 
-class JobOut(Outgoing):
-    """How far an `UploadJob` is."""
+class JobOut(Outgoing):  # made of a UploadJob
+    """How far a job is."""
 
     id: str
     object: Literal["ingest.job"] = "ingest.job"

@@ -29,8 +29,8 @@ class NowOut(Outgoing):
     rss_bytes: int | None  # memory of the process; null also where it cannot be told
 
 
-class TotalsOut(Outgoing):
-    """The tenant's own answers since the server began: its `TenantTotals`."""
+class TotalsOut(Outgoing):  # made of a TenantTotals
+    """The tenant's own answers since the server began."""
 
     answers: int
     completion_tokens: Annotated[int, attribute("made")]
@@ -40,9 +40,7 @@ class TotalsOut(Outgoing):
     chunks: Annotated[dict[str, int], attribute("tiers")]
 
 
-class TierOut(Outgoing):
-    """A `TierLine`."""
-
+class TierOut(Outgoing):  # made of a TierLine
     kb: str
     tier: str
     # null: a shared tier keeps its own books
@@ -65,9 +63,7 @@ class SeriesOut(Outgoing):
     tokens_per_s: list[float]
 
 
-class EvictionOut(Outgoing):
-    """An `EvictionLine`."""
-
+class EvictionOut(Outgoing):  # made of a EvictionLine
     at: Annotated[Rounded, attribute("at_s")]  # seconds since 1970
     kb: str | None  # null: exact KV of the knowledge tree
     chunk: str
@@ -88,8 +84,8 @@ class StatsOut(Outgoing):
     evictions: list[EvictionOut]  # newest first
 
 
-class NodeOut(Outgoing):
-    """A chunk behind its path, in the knowledge tree: a `TreeLine` and its title."""
+class NodeOut(Outgoing):  # made of a TreeLine
+    """A chunk behind its path, in the knowledge tree."""
 
     id: str
     parent: str | None
@@ -166,8 +162,8 @@ def _ratio(answer: Answer) -> float:
     return 0.0 if answer.explain is None else answer.explain.ratio
 
 
-class AnswerSummary(Outgoing):
-    """A `KeptAnswer` as a list shows it."""
+class AnswerSummary(Outgoing):  # made of a KeptAnswer
+    """A kept answer as a list shows it."""
 
     id: str  # of its chat completion
     created: Rounded  # seconds since 1970
