@@ -16,7 +16,6 @@ from kvweave.config import (
     EffectiveConfig,
     EngineSettings,
     Flag,
-    Key,
     LibrarySettings,
     ModelChoice,
     QualitySettings,
@@ -28,8 +27,8 @@ from kvweave.config import (
     given,
     known_keys,
     load_config,
-    parse_size,
 )
+from kvweave.config_keys import Key, parse_size
 from kvweave.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -55,7 +54,7 @@ def refusal(file: Path | None = None, env: dict[str, str] | None = None, **flags
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder and a user's config folder without a file in them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvweave.config.config_folder", lambda: tmp_path / "user")
+    monkeypatch.setattr("kvweave.config_keys.config_folder", lambda: tmp_path / "user")
     return tmp_path
 
 
@@ -328,7 +327,8 @@ def test_it_stands_on_the_ground_floor() -> None:
         "sys.modules['torch'] = None\n"
         "import kvweave.config\n"
         "ours = {name for name in sys.modules if name.startswith('kvweave.')}\n"
-        "assert ours == {'kvweave.config', 'kvweave.errors', 'kvweave.paths'}, ours\n"
+        "names = ('config', 'config_keys', 'errors', 'paths')\n"
+        "assert ours == {f'kvweave.{name}' for name in names}, ours\n"
     )
     env = {"PYTHONPATH": str(DOCS.parent / "src")}
     subprocess.run([sys.executable, "-c", code], check=True, env=env)

@@ -1,4 +1,4 @@
-"""The settings of kvweave, and where they come from.
+"""The settings of kvweave.
 
     WeaveConfig
     ├── model         which model computes, where and how           ModelChoice
@@ -19,74 +19,39 @@ The values are plain: app/ makes the settings of engine, store and server out of
 None is not set, and the part that reads it does what it always does; so no default of theirs is
 written here. Names (of models, devices, strategies) are judged where they are used.
 
-To add a key, add a line to its section and one to the table in docs/config.md.
+To add a key, add a line to its section (config_keys.py says what may stand there) and one to the
+table in docs/config.md.
 """
 
-# ruff: noqa: RUF009 - `unset` makes a field
+# ruff: noqa: RUF009 - `setting` and `unset` make fields
 
 import functools
 import math
 import os
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
+from kvweave.config_keys import (
+    MOST,
+    Bytes,
+    Bytes0,
+    Count,
+    Count0,
+    Key,
+    Kind,
+    Range,
+    Seconds,
+    Share,
+    Url,
+    find_file,
+    read_file,
+    read_variables,
+    setting,
+    unset,
+)
 from kvweave.errors import ConfigError
-from kvweave.paths import config_folder
-
-FILE_NAME = "kvweave.toml"
-FILE_VARIABLE = "KVWEAVE_CONFIG"  # names another file
-# ours, but no keys
-OTHER_VARIABLES = {
-    *(FILE_VARIABLE, "KVWEAVE_HOME", "KVWEAVE_API_KEYS", "KVWEAVE_NATIVE"),
-    *("KVWEAVE_URL", "KVWEAVE_API_KEY"),  # of a server that commands are for
-}
-MOST = 1e9  # more seconds than any wait has; infinity and NaN are above it or beside it
-
-
-class Range(NamedTuple):
-    """The numbers that a key may have."""
-
-    least: float
-    most: float = math.inf
-    wants: str = ""  # in words; empty: made of the two numbers
-
-    def holds(self, value: float) -> bool:
-        return self.least <= value <= self.most
-
-    def __str__(self) -> str:
-        if self.wants:
-            return self.wants
-        if self.most == math.inf:
-            return f"at least {self.least:g}"
-        return f"between {self.least:g} and {self.most:.10g}"
-
-
-SIZE = "size"  # marks a number of bytes, which may be written with a unit: "8GiB"
-MASKED = "masked"  # marks a url that may hold a password: shown without it
-
-Url = Annotated[str, MASKED]
-Bytes0 = Annotated[int, SIZE, Range(0)]
-Bytes = Annotated[int, SIZE, Range(1)]
-Count = Annotated[int, Range(1)]
-Count0 = Annotated[int, Range(0)]
-Seconds = Annotated[float, Range(0, MOST)]
-Share = Annotated[float, Range(0, 1)]
-Temperature = Annotated[float, Range(0, 100)]
-TopP = Annotated[float, Range(math.ulp(0.0), 1, "above 0 and at most 1")]
-TopK = Annotated[int, Range(0, wants="0 (off) or more")]
-Penalty = Annotated[float, Range(0.01, 100)]
-AnswerPenalty = Annotated[float, Range(-2, 2)]
-Seed = Annotated[int, Range(0, 2**63 - 1, "between 0 and 2**63 - 1")]
-
-
-def unset(words: str, *, is_shown: bool = True) -> Any:
-    """A key that is None unless it is given; `words` say what happens then."""
-    return field(default=None, metadata={"unset": words}, repr=is_shown)
 
 
 class ConfigSection:
@@ -96,7 +61,7 @@ class ConfigSection:
 
     def __post_init__(self) -> None:
         for key in known_keys().values():
-            if key.of is type(self):
+            if key.owner is type(self):
                 complaint = key.kind.complaint(getattr(self, key.name))
                 if complaint is not None:
                     raise ConfigError(f"{key} {complaint}")
@@ -106,23 +71,42 @@ class ConfigSection:
 class ModelChoice(ConfigSection):
     """Which model computes, where and how."""
 
-    # an embedded name, a folder, a .gguf file or a hub id
-    model: str | None = unset("qwen2.5-coder-0.5b, or smollm2 where that cannot be had")
-    device: str = "auto"  # auto, cpu, cuda or cuda:N
-    dtype: str = "auto"  # auto, float32, bfloat16 or float16
-    quant: str = "auto"  # none; int8 on a CPU; auto: int8 where it is faster and costs little
-    system: str | None = unset("kvweave's own")  # system prompt; chunk KV belongs to one
+    model: str | None = unset(
+        "qwen2.5-coder-0.5b, or smollm2 where that cannot be had",
+        "An embedded name (see `kvweave models ls`), a folder, a .gguf file or a hub id",
+        "--model",
+    )
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N", "--device")
+    dtype: str = setting("auto", "auto, float32, bfloat16 or float16", "--dtype")
+    quant: str = setting(
+        "auto",
+        "none, int8 (CPU), or auto: int8 where that is faster and under 0.005 nats per token",
+        "--quant",
+    )
+    system: str | None = unset(
+        "kvweave's own", "System prompt of all answers; chunk KV belongs to it", "--system"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class LibrarySettings(ConfigSection):
     """How knowledge bases are made and searched."""
 
-    embedder: str = "minilm"  # of new knowledge bases; one that is there keeps its own
+    embedder: str = setting(
+        "minilm", "Of new knowledge bases: a folder, an embedded model or a hub id", "--embedder"
+    )
     # of embedders that kvweave computes itself; auto: in 8 bits on a CPU where that is faster
     embedder_weights: Literal["auto", "float32"] = "auto"
-    encoding: str | None = unset("what it has, filler for a new one")  # context of chunk KV
-    extras: tuple[str, ...] | None = unset("what it has, none for a new one")  # beside chunk KV
+    encoding: str | None = unset(
+        "what it has, filler for a new one",
+        "Context of chunk KV: isolated, filler:PASSAGES or neighbours:COUNT",
+        "--encoding",
+    )
+    extras: tuple[str, ...] | None = unset(
+        "what it has, none for a new one",
+        "Stored beside chunk KV: inter, anchors:RULE or none",
+        "--extras NAME",
+    )
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
     # whether a server makes chunk KV that is missing by itself; auto: where it would be used
     background_kv: Literal["auto", "always", "never"] = "auto"
@@ -131,15 +115,31 @@ class LibrarySettings(ConfigSection):
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
     parse_s: Seconds = 60.0  # for parsing one file
     parse_bytes: Bytes = 2 << 30  # of memory, for parsing one file
-    k: Annotated[int, Range(1, 100)] = 5  # chunks that are put in front of a question
-    retrieval: Literal["vector", "words", "hybrid"] = "vector"  # how they are found
-    min_score: Annotated[float, Range(-MOST, MOST)] | None = unset("any")  # of a chunk that counts
-    reranker: str | None = unset("none")  # a cross-encoder that orders them: a folder or a hub id
-    rewrite: bool = False  # follow-ups are searched for as the model puts them
-    # a conversation goes on where its user said the same before: its chunks stay in the history
-    recognise: bool = True
-    # where nothing is found: say so, or answer from nothing
-    nothing_found: Literal["say", "answer"] = "say"
+    k: Annotated[int, Range(1, 100)] = setting(
+        5, "How many chunks go in front of the question", "--chunks"
+    )
+    retrieval: Literal["vector", "words", "hybrid"] = setting(
+        "vector", "Find chunks by vector, by words or by both", "--retrieval"
+    )
+    min_score: Annotated[float, Range(-MOST, MOST)] | None = unset(
+        "any", "Leave out chunks with a lower score", "--min-score"
+    )
+    reranker: str | None = unset(
+        "none",
+        "A cross-encoder that orders what was found: a folder or a hub id",
+        "--reranker MODEL",
+    )
+    rewrite: bool = setting(
+        False, "Search for follow-ups as the model puts them", "--rewrite/--no-rewrite"
+    )
+    recognise: bool = setting(
+        True,
+        "Go on with conversations that have no id by what was said in them",
+        "--recognise/--no-recognise",
+    )
+    nothing_found: Literal["say", "answer"] = setting(
+        "say", "Where no chunk is found: say so, or answer from nothing", "--nothing-found"
+    )
     nothing_text: str | None = unset("a sentence in English")  # what is said then
 
 
@@ -147,13 +147,28 @@ class LibrarySettings(ConfigSection):
 class StoreSettings(ConfigSection):
     """How much chunk KV is kept, where and how: host memory, a disk, what machines share."""
 
-    host_bytes: Bytes | None = unset("2 GiB; 8 GiB for all of a server")  # of host memory
+    host_bytes: Bytes | None = unset(
+        "2 GiB; 8 GiB for all of a server",
+        "Host memory for chunk KV, an equal part for each open knowledge base",
+        "--host-gb",
+    )
     disk_bytes: Bytes0 | None = unset("64 GiB")  # on disk; beyond it, KV is evicted; 0: no disk
-    disk_folder: Path | None = unset("kv in each knowledge base")  # a subfolder for each
-    redis_url: Url | None = unset("no such tier", is_shown=False)  # Valkey or Redis
+    disk_folder: Path | None = unset(
+        "kv in each knowledge base", "Folder of chunk KV", "--disk-folder"
+    )
+    redis_url: Url | None = unset(
+        "no such tier",
+        "Share chunk KV on a Valkey or Redis server. KVWEAVE_STORE_REDIS_URL does the same",
+        "--redis-url URL",
+        is_shown=False,
+    )
     redis_ttl_s: Count | None = unset("as the server evicts")  # how long an object stays there
-    s3_url: str | None = unset("no such tier")  # s3://BUCKET/PREFIX
-    s3_endpoint: str | None = unset("Amazon's")  # of another S3-compatible store: http://HOST:PORT
+    s3_url: str | None = unset(
+        "no such tier", "Share chunk KV in s3://BUCKET/PREFIX", "--s3-url URL"
+    )
+    s3_endpoint: str | None = unset(
+        "Amazon's", "Of an S3-compatible store, http://HOST:PORT", "--s3-endpoint URL"
+    )
     s3_region: str | None = unset("as boto3 finds it")
     codec: str | None = unset("int8")  # how chunk KV is written; another codec is other chunk KV
     policy: str | None = unset("pgdsf")  # what stays: lru, lfu, gdsf or pgdsf
@@ -182,7 +197,11 @@ class EngineSettings(ConfigSection):
 class SpeculationSettings(ConfigSection):
     """Whether prompts are computed before the search for their chunks is over."""
 
-    mode: Literal["auto", "on", "off"] = "auto"  # auto: where it is expected to gain time
+    mode: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "Compute prompts while their chunks are searched for: where it pays, always, never",
+        "--speculate",
+    )
     max_prefill_bs: Count | None = unset("1 on a CPU, else 4")  # prefills that stop guesses
 
 
@@ -191,28 +210,53 @@ class SamplingSettings(ConfigSection):
     """How answers are drawn, for questions and requests that do not say it themselves. Keys are
     fields of engine/sampling.py; the model's are in its generation_config.json."""
 
-    max_tokens: Count | None = unset("256")  # of an answer at most
-    temperature: Temperature | None = unset("the model's, else 0")  # 0 takes the likeliest token
-    # draw among the likeliest tokens with this probability
-    top_p: TopP | None = unset("the model's, else 1")
-    top_k: TopK | None = unset("the model's, else 0")  # draw among this many of the likeliest
-    repetition_penalty: Penalty | None = unset("the model's, else 1")  # above 1: used words, rarer
+    max_tokens: Count | None = unset("256", "Length of the answer at most", "--max-tokens")
+    temperature: Annotated[float, Range(0, 100)] | None = unset(
+        "the model's, else 0", "0 takes the likeliest token each time", "--temperature"
+    )
+    top_p: Annotated[float, Range(math.ulp(0.0), 1, "above 0 and at most 1")] | None = unset(
+        "the model's, else 1", "Keep the likeliest tokens with this probability", "--top-p"
+    )
+    top_k: Annotated[int, Range(0, wants="0 (off) or more")] | None = unset(
+        "the model's, else 0", "Keep this many of the likeliest tokens; 0: all", "--top-k"
+    )
+    repetition_penalty: Annotated[float, Range(0.01, 100)] | None = unset(
+        "the model's, else 1", "Above 1, used words become rarer", "--repetition-penalty"
+    )
     # taken off the logit of a token that the answer has: once; for each time it has it
-    presence_penalty: AnswerPenalty | None = unset("0")
-    frequency_penalty: AnswerPenalty | None = unset("0")
-    seed: Seed | None = unset("another each time")  # makes drawn answers repeatable
-    stop_loops: bool | None = unset("true")  # end answers that only repeat themselves
+    presence_penalty: Annotated[float, Range(-2, 2)] | None = unset(
+        "0", "Above 0, words that the answer has become rarer", "--presence-penalty"
+    )
+    frequency_penalty: Annotated[float, Range(-2, 2)] | None = unset(
+        "0", "Above 0, words become rarer each time the answer has them", "--frequency-penalty"
+    )
+    seed: Annotated[int, Range(0, 2**63 - 1, "between 0 and 2**63 - 1")] | None = unset(
+        "another each time", "Makes drawn answers repeatable", "--seed"
+    )
+    stop_loops: bool | None = unset(
+        "true", "End answers that only repeat themselves", "--stop-loops/--no-stop-loops"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySettings(ConfigSection):
     """What reuse may cost, for questions and requests that do not say it themselves."""
 
-    # auto, full or a strategy, with a ratio if one is wanted: weave:0.15
-    reuse: str | None = unset("auto where KV is stored, else what is exact")
-    bound: Annotated[float, Range(0, MOST)] = 0.02  # auto: mean KL in nats per token it may cost
-    # may chunks move to where more is exact? auto: where calibration measured that it costs little
-    order: Literal["as_found", "free", "auto"] = "auto"
+    reuse: str | None = unset(
+        "auto where KV is stored, else what is exact",
+        "auto, full, prefix, reuse, weave:0.15, qcfuse, …",
+        "--reuse STRATEGY[:RATIO]",
+    )
+    bound: Annotated[float, Range(0, MOST)] = setting(
+        0.02,
+        "How far auto may let answers drift: mean KL to full prefill, nats per token",
+        "--bound",
+    )
+    order: Literal["as_found", "free", "auto"] = setting(
+        "auto",
+        "May chunks move to where more is exact? auto: if calibration found it harmless",
+        "--order",
+    )
     audit_share: Share = 0.05  # of fused answers, computed exactly in idle time; 0: none
     audit_per_minute: Count0 = 30  # audits at most, of each knowledge base
 
@@ -221,36 +265,52 @@ class QualitySettings(ConfigSection):
 class ServerSettings(ConfigSection):
     """Address and limits of `kvweave serve`."""
 
-    host: str = "127.0.0.1"  # address to listen on
-    port: Annotated[int, Range(0, 65535)] = 8321  # 0 takes a free one
-    # folder of knowledge bases
-    kb_root: Path | None = unset("in the user's data folder; with --kb, only those")
-    api_key_file: Path | None = unset("KVWEAVE_API_KEYS alone")  # lines of key or key:tenant
+    host: str = setting("127.0.0.1", "Address to listen on", "--host")
+    port: Annotated[int, Range(0, 65535)] = setting(8321, "0 takes a free one", "--port")
+    kb_root: Path | None = unset(
+        "in the user's data folder; with --kb, only those",
+        "Folder of knowledge bases, one per subfolder, made on first upload",
+        "--kb-root",
+    )
+    api_key_file: Path | None = unset(
+        "KVWEAVE_API_KEYS alone", "Lines of key or key:tenant", "--api-key-file"
+    )
     # names that a server without API keys goes by, besides addresses and names without a dot
     allowed_hosts: tuple[str, ...] | None = unset("its address alone")
     allowed_origins: tuple[str, ...] | None = unset("its own pages alone")  # pages that may use it
-    aliases: tuple[str, ...] | None = unset("its own name alone")  # other names of the model
+    aliases: tuple[str, ...] | None = unset(
+        "its own name alone",
+        "Another name that requests may call the model by",
+        "--alias NAME",
+    )
     models: tuple[str, ...] | None = unset("none")  # served beside `model.model`
-    log_format: Literal["human", "json"] | None = unset("warnings alone")  # log every request
-    # from which level on lines are written
+    log_format: Literal["human", "json"] | None = unset(
+        "warnings alone", "Log every request, as text or as JSON lines", "--log-format"
+    )
     log_level: Literal["debug", "info", "warning", "error"] | None = unset(
-        "warning; info with a log_format"
+        "warning; info with a log_format",
+        "From which level on lines are written",
+        "--log-level",
     )
     slow_s: Seconds | None = unset("none is")  # a request that takes longer is logged as slow
-    running: Count = 64  # answers computed at once
-    waiting: Count0 = 128  # answers that may queue behind them
-    body_bytes: Bytes = 8 << 20  # of a request
-    upload_bytes: Bytes = 64 << 20  # of an upload
-    request_s: Seconds = 600.0  # for an answer
+    running: Count = setting(64, "Answers computed at once", "--running")
+    waiting: Count0 = setting(128, "Answers that may queue behind them", "--waiting")
+    body_bytes: Bytes = setting(8 << 20, "Size of a request at most", "--max-body-mb")
+    upload_bytes: Bytes = setting(64 << 20, "Size of an upload at most", "--max-upload-mb")
+    request_s: Seconds = setting(600.0, "Seconds per answer", "--timeout")
     connections: Count = 1024  # open at once
     tenant_answers: Count | None = unset("as many as fit")  # of one tenant, running or waiting
     tenant_kbs: Count | None = unset("any number")  # knowledge bases of one tenant
     tenant_bytes: Bytes | None = unset("any number")  # of one tenant's documents on the disk
     engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
-    open_kbs: Count = 4  # knowledge bases open at a time
+    open_kbs: Count = setting(4, "Knowledge bases open at a time", "--open-kbs")
     kept_answers: Count0 = 64  # of each tenant, whose details the web page can show; 0: none
-    grace_s: Seconds = 10.0  # that answers may go on after Ctrl-C or SIGTERM
-    lame_s: Seconds = 0.0  # before that, in which /readyz says 503 and new work is refused
+    grace_s: Seconds = setting(
+        10.0, "Seconds that answers may go on after Ctrl-C or SIGTERM", "--grace"
+    )
+    lame_s: Seconds = setting(
+        0.0, "Seconds before that, in which /readyz says 503 and new work is refused", "--lame"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,16 +318,30 @@ class GatewaySettings(ConfigSection):
     """Upstreams of `kvweave gateway`, and how requests are spread over them. Address and limits are
     the server's."""
 
-    upstreams: tuple[str, ...] | None = unset("none: name one")  # http://HOST:PORT, …
-    # whose tokenizer makes the prompts: a name, a folder or a hub id
-    tokenizer: str | None = unset("the upstreams' model's where it is here; else prompts are text")
-    key_file: Path | None = unset("no key is sent")  # one line: what upstreams want as API key
-    connector: Literal["auto", "on", "off"] = "auto"  # do vLLM upstreams fuse? auto asks them
-    routing: Literal["cache", "least_loaded", "round_robin"] = "cache"  # where requests go
-    # no replica has more than so many times the mean load
-    load_factor: Annotated[float, Range(1, MOST)] = 1.25
+    upstreams: tuple[str, ...] | None = unset(
+        "none: name one",
+        "An OpenAI-compatible engine, http://HOST:PORT",
+        "--upstream URL",
+    )
+    tokenizer: str | None = unset(
+        "the upstreams' model's where it is here; else prompts are text",
+        "Whose tokenizer makes the prompts: a name, a folder or a hub id",
+        "--tokenizer MODEL",
+    )
+    key_file: Path | None = unset(
+        "no key is sent", "One line: the API key that upstreams want", "--upstream-key-file"
+    )
+    connector: Literal["auto", "on", "off"] = setting(
+        "auto", "Do vLLM upstreams have kvweave's connector? auto asks them", "--connector"
+    )
+    routing: Literal["cache", "least_loaded", "round_robin"] = setting(
+        "cache", "Where requests go (cache: where most of the prompt lies)", "--routing"
+    )
+    load_factor: Annotated[float, Range(1, MOST)] = setting(
+        1.25, "No replica gets more than so many times the mean load", "--load-factor"
+    )
     mirror_tokens: Count = 1_000_000  # that a replica's cache is believed to hold
-    retries: Count0 = 2  # of one request, each at another replica
+    retries: Count0 = setting(2, "Of one request at most, each elsewhere", "--retries")
     retry_share: Share = 0.2  # of all requests, over time
     retry_reserve: Count0 = 64  # retries at once; comes back within ten seconds
     connect_s: Seconds = 2.0  # for a connection
@@ -293,7 +367,7 @@ class WeaveConfig:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
 
     def value(self, key: str) -> Any:
-        """Of a key by its dotted name, such as "model.device"."""
+        """Return the value of a key by its dotted name, such as "model.device"."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 
@@ -301,114 +375,20 @@ class WeaveConfig:
 def given(section: ConfigSection) -> dict[str, Any]:
     """The keys of a section that are set, by name: keyword arguments for the part that reads them,
     whose own defaults stand in for the others."""
-    names = [key.name for key in known_keys().values() if key.of is type(section)]
+    names = [key.name for key in known_keys().values() if key.owner is type(section)]
     return {n: value for n in names if (value := getattr(section, n)) is not None}
-
-
-class Kind(NamedTuple):
-    """What values a key takes."""
-
-    type: type  # str, int, float, bool, Path or tuple (of str)
-    is_optional: bool
-    known: tuple[str, ...]  # the only values there are; empty: any
-    range: Range | None  # of a number
-    is_size: bool  # a number of bytes
-    is_masked: bool = False  # a url that may hold a password
-
-    @classmethod
-    def of(cls, hint: Any) -> "Kind":
-        """Of a field by its annotation."""
-        is_optional = False
-        marks: list[object] = []
-        if get_origin(hint) in (Union, UnionType):
-            (hint,) = (part for part in get_args(hint) if part is not NoneType)
-            is_optional = True
-        if get_origin(hint) is Annotated:
-            hint, *marks = get_args(hint)
-        known = get_args(hint) if get_origin(hint) is Literal else ()
-        plain = str if known else get_origin(hint) or hint
-        bounds = next((mark for mark in marks if isinstance(mark, Range)), None)
-        return cls(plain, is_optional, known, bounds, SIZE in marks, MASKED in marks)
-
-    def complaint(self, value: object) -> str | None:
-        """What is wrong with a value, and which are right; None if nothing is."""
-        if value is None:
-            return None if self.is_optional else "cannot be None; leave it out"
-        types = (int, float) if self.type is float else (self.type,)
-        is_right = isinstance(value, types) and (self.type is bool or not isinstance(value, bool))
-        if self.type is tuple and isinstance(value, tuple):
-            is_right = all(isinstance(each, str) for each in value)
-        if not is_right:
-            return f"must be {self._words()}, got {value!r}"
-        if self.known and value not in self.known:
-            return f"must be one of {', '.join(self.known)}; got {value!r}"
-        if isinstance(value, int | float) and self.range and not self.range.holds(value):
-            return f"must be {self.range}, got {value!r}"
-        return None
-
-    def from_toml(self, raw: object, folder: Path) -> object:
-        """The value of what a file says; a path is taken from the file's own folder. What cannot be
-        turned into one stays as it is, and `complaint` tells."""
-        if isinstance(raw, str) and (self.is_size or self.type is Path):
-            return parse_size(raw) if self.is_size else folder / _expanded(raw)
-        if isinstance(raw, list) and self.type is tuple:
-            return tuple(raw)
-        return float(raw) if self.type is float and type(raw) is int else raw
-
-    def from_text(self, text: str) -> object:
-        """The value of what a variable says. As `from_toml` if it cannot be one."""
-        if self.is_size:
-            return parse_size(text)
-        if self.type is tuple:
-            return () if text == "none" else tuple(part.strip() for part in text.split(","))
-        if self.type is bool:
-            return {"true": True, "false": False}.get(text.lower(), text)
-        try:
-            return _expanded(text) if self.type is Path else self.type(text)
-        except ValueError:
-            return text
-
-    def _words(self) -> str:
-        if self.is_size:
-            return 'bytes or a size such as "8GiB"'
-        return {
-            bool: "true or false",
-            int: "a whole number",
-            float: "a number",
-            tuple: "a list of texts",
-        }.get(self.type, "a text")
-
-
-class Key(NamedTuple):
-    """One setting."""
-
-    section: str
-    name: str
-    of: type  # class of the section
-    kind: Kind
-    default: Any
-    unset: str  # what None means, in words
-
-    def __str__(self) -> str:
-        return f"{self.section}.{self.name}"
-
-    @property
-    def variable(self) -> str:
-        """KVWEAVE_SECTION_KEY; KVWEAVE_MODEL for the key that is named like its section."""
-        parts = dict.fromkeys(("KVWEAVE", self.section.upper(), self.name.upper()))
-        return "_".join(parts)
 
 
 @functools.cache
 def known_keys() -> dict[str, Key]:
     """Every key by its dotted name, in the order in which they are shown."""
     found = {}
-    for section, of in get_type_hints(WeaveConfig).items():
-        hints = get_type_hints(of, include_extras=True)
-        for each in fields(of):
-            words = each.metadata.get("unset", "")
-            kind = Kind.of(hints[each.name])
-            key = Key(section, each.name, of, kind, each.default, words)
+    for section, owner in get_type_hints(WeaveConfig).items():
+        hints = get_type_hints(owner, include_extras=True)
+        for each in fields(owner):
+            kind = Kind.from_hint(hints[each.name])
+            words = [each.metadata.get(name, "") for name in ("unset", "help", "flag")]
+            key = Key(section, each.name, owner, kind, each.default, *words)
             found[str(key)] = key
     return found
 
@@ -442,13 +422,13 @@ def load_config(
     ConfigError, which names the key, the value and where it stands.
     """
     env = os.environ if env is None else env
-    path = _find_file(file, env)
+    keys, path = known_keys(), find_file(file, env)
     values: dict[str, Any] = {}
-    sources = dict.fromkeys(known_keys(), "default")
+    sources = dict.fromkeys(keys, "default")
     layers = [
-        [] if path is None else _from_file(path),
-        _from_variables(env),
-        [(known_keys()[key], flag.value, flag.name) for key, flag in (flags or {}).items()],
+        [] if path is None else read_file(path, keys),
+        read_variables(env, keys),
+        [(keys[name], flag.value, flag.name) for name, flag in (flags or {}).items()],
     ]
     for key, value, source in (each for layer in layers for each in layer):
         complaint = key.kind.complaint(value)
@@ -456,91 +436,9 @@ def load_config(
             raise ConfigError(f"{key} {complaint} ({source})")
         values[str(key)], sources[str(key)] = value, source
     sections = {
-        section: of(
-            **{k.name: values[n] for n, k in known_keys().items() if k.of is of and n in values}
+        section: owner(
+            **{keys[name].name: v for name, v in values.items() if keys[name].owner is owner}
         )
-        for section, of in get_type_hints(WeaveConfig).items()
+        for section, owner in get_type_hints(WeaveConfig).items()
     }
     return EffectiveConfig(WeaveConfig(**sections), sources, path, frozenset(flags or ()))
-
-
-Given = tuple[Key, Any, str]  # key, value, where it comes from
-
-
-def _find_file(named: Path | None, env: Mapping[str, str]) -> Path | None:
-    """The file to read. One that is named and not there is an error when it is read."""
-    if named is not None or env.get(FILE_VARIABLE):
-        return named or _expanded(env[FILE_VARIABLE])
-    usual = (Path(FILE_NAME), config_folder() / FILE_NAME)
-    # os.path: a folder that may not be looked into has no file, Path.is_file would raise
-    return next((path for path in usual if os.path.isfile(path)), None)
-
-
-def _expanded(text: str) -> Path:
-    """With ~ as the home folder, where that is known."""
-    return Path(os.path.expanduser(text))
-
-
-def _from_file(path: Path) -> Iterator[Given]:
-    try:
-        document = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise ConfigError(f"cannot read the settings in {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # not UTF-8, or no TOML
-        raise ConfigError(f"{path} is no TOML: {error}") from error
-    sections = list(dict.fromkeys(key.section for key in known_keys().values()))
-    for section, table in document.items():
-        if section not in sections:
-            raise ConfigError(f"{path}: no section [{section}]; known: {', '.join(sections)}")
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {section} is a section; write [{section}] and its keys")
-        for name, raw in table.items():
-            key = known_keys().get(f"{section}.{name}")
-            if key is None:
-                known = [k.name for k in known_keys().values() if k.section == section]
-                raise ConfigError(
-                    f"{path}: no key {name!r} in [{section}]; known: {', '.join(known)}"
-                )
-            yield key, key.kind.from_toml(raw, path.parent), path.name
-
-
-def _from_variables(env: Mapping[str, str]) -> Iterator[Given]:
-    known = {key.variable: key for key in known_keys().values()}
-    for name in sorted(env):
-        text = env[name]
-        if not name.startswith("KVWEAVE_") or name in OTHER_VARIABLES or not text:
-            continue
-        if _is_service_link(name, text):
-            continue
-        if name not in known:
-            near = [
-                v for v, key in known.items() if name.startswith(f"KVWEAVE_{key.section.upper()}_")
-            ]
-            raise ConfigError(f"{name} is no setting; known: {', '.join(near or known)}")
-        yield known[name], known[name].kind.from_text(text), name
-
-
-def _is_service_link(name: str, text: str) -> bool:
-    """Kubernetes tells every container of a service "kvweave" or "kvweave-…" where it is, in
-    variables that look like ours: KVWEAVE_SERVICE_HOST, KVWEAVE_PORT=tcp://…"""
-    of_service = r"KVWEAVE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
-    return (
-        re.fullmatch(of_service, name) is not None
-        or re.match("(tcp|udp|sctp)://", text) is not None
-    )
-
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
-
-
-def parse_size(text: str) -> int | str:
-    """Bytes of "8GiB", "64 MB" or "1024"; the text itself if it is no size."""
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([a-z]*)", text.strip().lower())
-    if found is None or found[2] not in _UNITS:
-        return text
-    return (
-        int(float(found[1]) * _UNITS[found[2]])
-        if "." in found[1]
-        else int(found[1]) * _UNITS[found[2]]
-    )

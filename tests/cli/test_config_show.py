@@ -67,7 +67,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with no settings in it and none of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KVWEAVE_CONFIG")
-    monkeypatch.setattr("kvweave.config.config_folder", lambda: tmp_path / "user")
+    monkeypatch.setattr("kvweave.config_keys.config_folder", lambda: tmp_path / "user")
     return tmp_path
 
 

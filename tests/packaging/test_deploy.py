@@ -14,7 +14,8 @@ import yaml
 
 from kvweave.cli.gateway import command as gateway_command
 from kvweave.cli.serve import command as serve_command
-from kvweave.config import OTHER_VARIABLES, known_keys
+from kvweave.config import known_keys
+from kvweave.config_keys import OTHER_VARIABLES
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 KUBERNETES = "1.31"  # whose schemas the manifests are held to

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from kvweave.cli import main
-from kvweave.config import FILE_VARIABLE, OTHER_VARIABLES
+from kvweave.config_keys import FILE_VARIABLE, OTHER_VARIABLES
 
 
 class Ran(NamedTuple):

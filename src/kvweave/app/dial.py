@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from kvweave.app.answer.question import REUSES
+from kvweave.app.answer.question import AUTO
 from kvweave.app.hosts import ModelHost
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.selectors.strategies import default_ratio
+from kvweave.fuse.selectors.strategies import NAMES, default_ratio
+
+REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 
 
 class DialPosition(NamedTuple):

@@ -28,7 +28,6 @@ from kvweave.app.answer.engine_target import EngineTarget
 from kvweave.app.answer.question import (
     AUTO,
     BOUND,
-    REUSES,
     TOP_K,
     ChatOptions,
     KVTransfer,
@@ -89,7 +88,6 @@ __all__ = [
     "AUTO",
     "BOUND",
     "REPETITION",
-    "REUSES",
     "TOP_K",
     "Answer",
     "AnswerSource",
@@ -391,7 +389,7 @@ class Weave:
         self._refuse_other(options.get("model"))
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        plain = PlainOptions.of(options)
+        plain = PlainOptions.from_chat(options)
         use = plain.tool_use
         tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
         contents += texts_of_tools(() if use is None else use.tools, messages)

@@ -15,35 +15,25 @@ from kvweave.cli import CommandStart
 from kvweave.cli.explain_view import as_document, missing_line, show
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
-    chunks_option,
     config_option,
-    configured_options,
-    filter_option,
     model_options,
     pass_config,
-    planning_options,
-    reuse_option,
-    search_options,
-    speculate_option,
+    question_options,
+    sampling_options,
     store_options,
-    system_option,
+    typed_options,
     url_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
 from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given
-from kvweave.corpus.metadata import parse_pairs
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
     from kvweave.app.answer.answer_stream import PieceStream
     from kvweave.app.weave import Answer, Document, Weave
 
-# keys that are fields of a chat request by the same name
-OF_REQUEST = {
-    *("library.k", "library.retrieval", "library.min_score", "library.nothing_found"),
-    "library.rewrite",
-    *("quality.order",),
-}
+# options that go to a server within `reuse`, and those that are its own
+NOT_SENT = ("reuse", "ratio", "bound", "reranker", "speculate")
 LOOPED = "stopped: the answer only repeated itself; --no-stop-loops lets it go on"
 LARGEST_FILE_BYTES = 16 << 20  # more than any prompt holds; found out before it is tokenised
 
@@ -56,15 +46,13 @@ class AskArguments:
     files: tuple[str, ...]  # paths, or - for stdin
     kb_folder: Path | None
     url: str | None
-    ratio: float | None
     explain: bool
     stop: tuple[str, ...]
-    filters: tuple[str, ...]
-    cite: bool
     history: Path | None
     json_schema: Path | None
     as_json: bool
     stats: bool
+    options: dict[str, Any]  # of the question, by the names of its fields: see `typed_options`
 
 
 class Waited(NamedTuple):
@@ -91,79 +79,17 @@ class Waited(NamedTuple):
     help="Answer from this knowledge base (kvweave ingest makes one).",
 )
 @url_option
-@chunks_option
-@search_options
-@filter_option
-@config_option(
-    "library.nothing_found",
-    "--nothing-found",
-    type=click.Choice(["say", "answer"]),
-    help="Where no chunk is found: say so, or answer from nothing (say).",
-)
 @click.option(
     "--history",
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     metavar="FILE",
     help="What was said before: a JSON list of messages, a user's first; - is stdin.",
 )
-@config_option(
-    "library.rewrite",
-    "--rewrite/--no-rewrite",
-    help="Search for a follow-up as the model puts it; needs --history (off).",
-)
-@click.option("--cite", is_flag=True, help="Put numbers of sources behind sentences.")
-@reuse_option
-@click.option("--ratio", type=float, help="Share of reused tokens to recompute; implies weave.")
-@planning_options
-@speculate_option
+@question_options(without=("recognise",))  # one question is no conversation
 @click.option("--explain", is_flag=True, help="Show which tokens were reused (on stderr).")
 @model_options
 @store_options
-@config_option(
-    "sampling.max_tokens", "--max-tokens", type=int, help="Length of the answer at most (256)."
-)
-@config_option(
-    "sampling.temperature",
-    "--temperature",
-    type=float,
-    help="0 takes the likeliest token each time (the model's, else 0).",
-)
-@config_option(
-    "sampling.top_p",
-    "--top-p",
-    type=float,
-    help="Keep the likeliest tokens with this probability (the model's, else 1).",
-)
-@config_option(
-    "sampling.top_k",
-    "--top-k",
-    type=int,
-    help="Keep this many of the likeliest tokens (the model's, else 0: all).",
-)
-@config_option("sampling.seed", "--seed", type=int, help="Makes a drawn answer repeatable.")
-@config_option(
-    "sampling.repetition_penalty",
-    "--repetition-penalty",
-    type=float,
-    help="Above 1, used words become rarer (the model's, else 1).",
-)
-@config_option(
-    "sampling.presence_penalty",
-    "--presence-penalty",
-    type=float,
-    help="Above 0, words that the answer has become rarer (0).",
-)
-@config_option(
-    "sampling.frequency_penalty",
-    "--frequency-penalty",
-    type=float,
-    help="The same for each time that the answer has them (0).",
-)
-@config_option(
-    "sampling.stop_loops",
-    "--stop-loops/--no-stop-loops",
-    help="End an answer that only repeats itself (on).",
-)
+@sampling_options
 @click.option(
     "--json-schema",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -171,7 +97,7 @@ class Waited(NamedTuple):
     help="Hold the answer to this JSON schema.",
 )
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer in front of TEXT.")
-@system_option
+@config_option("model.system")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document at the end.")
 @click.option("--stats/--no-stats", default=True, help="A line on tokens and time (on stderr).")
 @pass_config
@@ -179,10 +105,12 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
     """Answer QUESTION, from the given files or a knowledge base if there is one."""
     begun = click.get_current_context().find_object(CommandStart)
     started_s = time.perf_counter() if begun is None else begun.seconds
-    config, asked = effective.config, AskArguments(**arguments)
+    config = effective.config
+    options = typed_options(effective, arguments)
+    asked = AskArguments(**arguments, options=options)
     if not asked.question.strip():
         raise RequestError("the question is empty; ask something")
-    if asked.filters and asked.kb_folder is None:
+    if "filter" in options and asked.kb_folder is None:
         raise RequestError("--filter chooses among the documents of a knowledge base; add --kb DIR")
     if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
@@ -190,7 +118,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         raise RequestError(
             "--rewrite is about a follow-up; say what was said before: --history FILE"
         )
-    reuse, ratio = _reuse(effective, asked)
+    reuse, ratio = _reuse(effective, options.get("ratio"), has_kb=asked.kb_folder is not None)
     history = _read_history(asked.history)
     documents = [read_document(name) for name in asked.files]
     if asked.url is not None:
@@ -203,12 +131,10 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
 
     schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
     Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
-    options = configured_options(config) | {
+    options |= {
         "documents": documents if asked.kb_folder is None else None,
         "reuse": reuse,
         "ratio": ratio,
-        "filter": parse_pairs(asked.filters, "--filter"),
-        "cite": asked.cite,
         "history": history,
     }
     # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
@@ -233,7 +159,7 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         click.echo(missing, err=True)
     if answer.stopped_because is not None:
         click.echo(LOOPED, err=True)
-    if asked.cite and not asked.as_json:
+    if "cite" in options and not asked.as_json:
         for source in answer.sources:
             click.echo(f"[{source.cited_as}] {source.title or source.chunk[:8]}", err=True)
     if asked.stats and not asked.as_json and not answer.nothing_found:
@@ -253,10 +179,9 @@ def _ask_server(
 
     config, typed = effective.config, effective.flags
     fields: dict[str, Any] = {
-        key.partition(".")[2]: config.value(key)
-        for key in typed
-        if key.startswith("sampling.") or key in OF_REQUEST
+        key.partition(".")[2]: config.value(key) for key in typed if key.startswith("sampling.")
     }
+    fields |= {name: v for name, v in asked.options.items() if name not in NOT_SENT}
     if asked.kb_folder is not None:
         fields["kb"] = str(asked.kb_folder)
     if documents:
@@ -265,15 +190,13 @@ def _ask_server(
         bound = config.quality.bound if "quality.bound" in typed else None
         strategy = reuse[0] or "weave"
         fields["reuse"] = {"strategy": strategy, "ratio": reuse[1], "bound": bound}
-    if asked.filters:
-        fields["filter"] = parse_pairs(asked.filters, "--filter")
     if asked.stop:
         fields["stop"] = list(asked.stop)
     if asked.json_schema is not None:
         schema = json.loads(read_document(str(asked.json_schema)).text)
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
-    if asked.cite or asked.explain:
-        fields |= {"cite": asked.cite, "explain": asked.explain}
+    if asked.explain:
+        fields["explain"] = True
     client = ServerClient(asked.url or "")
     remote.ask(client, messages, fields, as_json=asked.as_json, stats=asked.stats)
 
@@ -298,19 +221,21 @@ def _unaudited(config: WeaveConfig) -> WeaveConfig:
     return replace(config, quality=replace(config.quality, audit_share=0.0))
 
 
-def _reuse(effective: EffectiveConfig, asked: AskArguments) -> tuple[str | None, float | None]:
+def _reuse(
+    effective: EffectiveConfig, typed_ratio: float | None, *, has_kb: bool
+) -> tuple[str | None, float | None]:
     """Strategy and ratio, judged. A --ratio goes before what a file or a variable says."""
     from kvweave.app.answer.question import PLAIN_REUSES, parse_reuse
 
     reuse, ratio = parse_reuse(effective.config.quality.reuse)
     is_typed = "quality.reuse" in effective.flags
-    if asked.ratio is not None:
+    if typed_ratio is not None:
         if is_typed and ratio is not None:
             raise RequestError("--reuse and --ratio both give a ratio; leave one out")
-        reuse, ratio = reuse if is_typed else None, asked.ratio
+        reuse, ratio = reuse if is_typed else None, typed_ratio
     is_fused = ratio is not None or reuse not in (None, *PLAIN_REUSES)
-    if asked.kb_folder is None and is_fused:
-        if not is_typed and asked.ratio is None:
+    if is_fused and not has_kb:
+        if not is_typed and typed_ratio is None:
             return None, None  # what a file or a variable says is for knowledge bases
         name = "--reuse" if is_typed else "--ratio"
         raise RequestError(f"{name} takes the stored chunk KV of a knowledge base; add --kb DIR")

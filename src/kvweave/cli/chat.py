@@ -10,15 +10,11 @@ import click
 
 from kvweave.cli.chat_partner import ChatPartner, LocalPartner, RemotePartner
 from kvweave.cli.options import (
-    chunks_option,
-    config_option,
+    config_options,
     model_options,
     pass_config,
-    planning_options,
-    reuse_option,
-    search_options,
+    question_options,
     store_options,
-    system_option,
     url_option,
 )
 from kvweave.config import EffectiveConfig
@@ -39,17 +35,10 @@ HELP = """\
 @click.command("chat")
 @click.option("--kb", help="Answer from this knowledge base: a folder, or a name with --url.")
 @url_option
-@chunks_option
-@search_options
-@reuse_option
-@planning_options
+@question_options("k", "retrieval", "min_score", "reranker", "reuse", "bound", "order")
 @model_options
 @store_options
-@system_option
-@config_option(
-    "sampling.max_tokens", "--max-tokens", type=int, help="Length of an answer at most (256)."
-)
-@config_option("sampling.temperature", "--temperature", type=float, help="0: the likeliest tokens.")
+@config_options("model.system", "sampling.max_tokens", "sampling.temperature")
 @click.option("--history/--no-history", default=True, help="Keep what is typed for the next time.")
 @pass_config
 def command(kb: str | None, url: str | None, history: bool, effective: EffectiveConfig) -> None:

@@ -1,6 +1,5 @@
 """`kvweave config`: the settings that are in force, and where each comes from."""
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -8,9 +7,9 @@ from typing import Any
 
 import click
 
-from kvweave.cli import ask, gateway, ingest, serve
-from kvweave.cli.options import ConfigOption, json_option, pass_config
-from kvweave.config import EffectiveConfig, Key, known_keys
+from kvweave.cli.options import all_of, config_option, json_option, key_words, pass_config
+from kvweave.config import EffectiveConfig, known_keys
+from kvweave.config_keys import Key
 from kvweave.errors import ModelNotFound
 from kvweave.kv.tiers.config import masked_url
 
@@ -22,6 +21,7 @@ def command() -> None:
 
 @command.command()
 @json_option
+@all_of(*(config_option(str(k), help=f"Sets {k}.") for k in known_keys().values() if k.flag))
 @pass_config
 def show(as_json: bool, effective: EffectiveConfig) -> None:
     """Show every setting, its value and where that comes from.
@@ -40,7 +40,14 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
         return
     from kvweave.cli.tables import make_table, table_console
 
-    cells = [(str(key), _words(key, value), effective.sources[str(key)]) for key, value in rows]
+    cells = [
+        (
+            str(key),
+            f"({key.unset})" if value is None else key_words(key, value),
+            effective.sources[str(key)],
+        )
+        for key, value in rows
+    ]
     set_here = [row for row in cells if row[-1] != "default"]
     console = table_console()
     console.print(make_table(("setting", "value", "from"), cells, prose=("value",), bold=set_here))
@@ -78,38 +85,3 @@ def _public(key: Key, value: Any) -> Any:
     if key.kind.is_masked and value is not None:
         return masked_url(value)
     return str(value) if isinstance(value, Path) else value
-
-
-def _words(key: Key, value: Any) -> str:
-    if value is None:
-        return f"({key.unset})"
-    if key.kind.is_size:
-        return _size(value)
-    if isinstance(value, tuple):
-        return ", ".join(value) or "none"
-    if isinstance(value, bool):
-        return str(value).lower()  # as the file has it
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _size(num_bytes: int) -> str:
-    """In the largest unit of which it is a whole number."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes % size == 0:
-            return f"{num_bytes // size:,} {unit}"
-    return f"{num_bytes:,} B"
-
-
-def _add_flags() -> None:
-    """Let `show` take the flags of the other commands, each of them once."""
-    taken: set[str] = set()
-    for other in (ask.command, ingest.command, serve.command, gateway.command):
-        for option in other.params:
-            if isinstance(option, ConfigOption) and option.opts[-1] not in taken:
-                taken.add(option.opts[-1])
-                same = copy.copy(option)
-                same.help, same.show_default = f"Sets {option.key}.", False
-                show.params.append(same)
-
-
-_add_flags()

@@ -11,11 +11,10 @@ from kvweave.cli.amounts import progress_text
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.cli.options import (
     api_key_option,
-    filter_option,
     json_option,
     kb_option,
     pass_config,
-    search_options,
+    question_options,
     url_option,
 )
 from kvweave.cli.remote import find_document
@@ -24,7 +23,7 @@ from kvweave.clients.server import Reply, ServerClient
 from kvweave.config import EffectiveConfig
 from kvweave.corpus.catalogue import DocumentInfo, Totals
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.metadata import MetadataFilter, parse_pairs
+from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import SearchOptions
 from kvweave.errors import RequestError
 from kvweave.types import DocumentId
@@ -37,7 +36,7 @@ class SearchArguments(NamedTuple):
     kb_folder: Path
     url: str | None
     k: int
-    filters: tuple[str, ...]
+    filter: dict[str, Any]
     qdrant_api_key: str | None
     as_json: bool
 
@@ -195,22 +194,21 @@ def rm_command(
 @kb_option
 @url_option
 @click.option("-k", "k", type=click.IntRange(min=1), default=5, show_default=True)
-@search_options
-@filter_option
+@question_options("retrieval", "min_score", "reranker", "filter")
 @api_key_option
 @json_option
 @pass_config
 def search_command(effective: EffectiveConfig, **arguments: Any) -> None:
     """Find the chunks nearest to a question."""
     asked, library = SearchArguments(**arguments), effective.config.library
-    query, k, kb_folder, filters = asked.query, asked.k, asked.kb_folder, asked.filters
+    query, k, kb_folder = asked.query, asked.k, asked.kb_folder
     url, as_json, qdrant_api_key = asked.url, asked.as_json, asked.qdrant_api_key
-    among = MetadataFilter.parse(parse_pairs(filters, "--filter"))
+    among = MetadataFilter.parse(asked.filter)
     if url is not None:
         typed = {key.partition(".")[2]: effective.config.value(key) for key in effective.flags}
         if typed.pop("reranker", None) is not None:
             raise RequestError("--reranker is the server's own setting; leave it out with --url")
-        fields = {**typed, "filter": parse_pairs(filters, "--filter")}
+        fields = {**typed, "filter": asked.filter}
         _show_hits(ServerClient(url).search(str(kb_folder), query, k, **fields), as_json)
         return
     how = SearchOptions(library.retrieval, library.min_score, among, library.reranker)

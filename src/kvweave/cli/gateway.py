@@ -1,17 +1,15 @@
 """`kvweave gateway`: the server's API over engines that run elsewhere."""
 
-import copy
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from kvweave.cli import serve
 from kvweave.cli.greeting import greet, url_of
-from kvweave.cli.options import Amount, config_option, pass_config
+from kvweave.cli.options import REMOTE_KEYS, config_options, pass_config
 from kvweave.config import EffectiveConfig
 from kvweave.serve.starting import StartAnswers
 
@@ -22,58 +20,16 @@ if TYPE_CHECKING:
 
 RUNNING_PER_UPSTREAM = 64  # answers under way, where nobody says how many
 MOST_RUNNING = 512  # each is a thread that waits
-# options that mean the same here
-OF_SERVE = {
-    *("--host", "--port", "--kb-root", "--kb", "--embedder", "--system", "--reuse", "--bound"),
-    *("--order", "--api-key-file", "--speculate", "--log-format", "--running", "--waiting"),
-    *("--max-body-mb", "--max-upload-mb", "--timeout", "--open-kbs", "--grace", "--lame"),
-    *("--redis-url", "--s3-url", "--s3-endpoint", "--alias", "--retrieval", "--min-score"),
-    *("--reranker", "--rewrite", "--recognise", "--nothing-found", "--log-level"),
-}
 
 
 @click.command("gateway")
-@config_option(
-    "gateway.upstreams",
-    "--upstream",
-    multiple=True,
-    to_key=tuple,
-    metavar="URL",
-    help="An OpenAI-compatible engine, http://HOST:PORT. Repeatable.",
+@config_options(
+    *("gateway.upstreams", "gateway.tokenizer", "gateway.key_file", "gateway.connector"),
+    *("gateway.routing", "gateway.load_factor", "gateway.retries"),
 )
-@config_option(
-    "gateway.tokenizer",
-    "--tokenizer",
-    metavar="MODEL",
-    help="Whose tokenizer makes the prompts: a name, a folder or a hub id (the upstreams' model).",
-)
-@config_option(
-    "gateway.key_file",
-    "--upstream-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="One line: the API key that upstreams want.",
-)
-@config_option(
-    "gateway.connector",
-    "--connector",
-    type=click.Choice(["auto", "on", "off"]),
-    help="Do vLLM upstreams have kvweave's connector? auto asks them.",
-)
-@config_option(
-    "gateway.routing",
-    "--routing",
-    type=click.Choice(["cache", "least_loaded", "round_robin"]),
-    help="Where requests go (cache: where most of the prompt lies).",
-)
-@config_option(
-    "gateway.load_factor",
-    "--load-factor",
-    type=Amount(1),
-    help="No replica gets more than so many times the mean load [1.25].",
-)
-@config_option(
-    "gateway.retries", "--retries", type=click.IntRange(0), help="Of one request at most [2]."
-)
+@config_options(*REMOTE_KEYS, *serve.ADDRESS_KEYS)
+@serve.kb_folders_option
+@config_options("library.embedder", *serve.ANSWER_KEYS, *serve.END_KEYS)
 @pass_config
 def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve the same API over engines that run elsewhere.
@@ -144,12 +100,3 @@ def make_server(
         ),
     )
     return server, gateway, libraries
-
-
-def _add_options_of_serve() -> None:
-    for option in serve.command.params:
-        if OF_SERVE & set(option.opts):
-            command.params.append(copy.copy(option))
-
-
-_add_options_of_serve()

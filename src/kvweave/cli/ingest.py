@@ -14,12 +14,12 @@ from kvweave.cli.options import (
     Amount,
     api_key_option,
     config_option,
+    config_options,
     json_option,
     kb_option,
     model_options,
     pass_config,
     store_options,
-    system_option,
     url_option,
 )
 from kvweave.cli.pulling import with_model
@@ -64,11 +64,6 @@ class IngestArguments:
     as_json: bool
 
 
-def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The word none does without."""
-    return () if names == ("none",) else names
-
-
 @click.command()
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
@@ -83,11 +78,7 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 @click.option("--include", multiple=True, metavar="GLOB", help="Only files that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="No files that match. Repeatable.")
 @click.option("--chunk-tokens", type=int, help="Tokens per chunk at most.  [default: 256]")
-@config_option(
-    "library.embedder",
-    "--embedder",
-    help="Folder, embedded model or hub id.  [default: minilm]",
-)
+@config_option("library.embedder")
 @click.option("--index", help="auto, flat, ivf, hnsw or a Qdrant URL.  [default: auto]")
 @click.option("--max-file-mb", type=Amount(0), default=64, show_default=True)
 @click.option(
@@ -98,20 +89,7 @@ def _extras(names: tuple[str, ...]) -> tuple[str, ...]:
 )
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
-@config_option(
-    "library.encoding",
-    "--encoding",
-    help="isolated, filler:PASSAGES or neighbours:COUNT.  [default: filler]",
-)
-@config_option(
-    "library.extras",
-    "--extras",
-    to_key=_extras,
-    multiple=True,
-    metavar="NAME",
-    help="inter, anchors:RULE or none. Repeatable.",
-)
-@system_option
+@config_options("library.encoding", "library.extras", "model.system")
 @click.option(
     "--refresh-neighbours",
     is_flag=True,

@@ -20,12 +20,7 @@ def command() -> None:
 
 
 @command.command("ls")
-@config_option(
-    "server.kb_root",
-    "--kb-root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of knowledge bases (that of `kvweave serve`).",
-)
+@config_option("server.kb_root")
 @url_option
 @json_option
 @pass_config

@@ -2,25 +2,20 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from kvweave.config import (
-    MOST,
-    EffectiveConfig,
-    Flag,
-    QualitySettings,
-    WeaveConfig,
-    known_keys,
-    load_config,
-)
+from kvweave.config import EffectiveConfig, Flag, known_keys, load_config
+from kvweave.config_keys import MOST, Key
+from kvweave.corpus.metadata import parse_pairs
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+UNITS = {"-mb": 1 << 20, "-gb": 1 << 30}  # of a size, by how its flag ends
 
 
 class Amount(click.FloatRange):
@@ -42,9 +37,8 @@ class Amount(click.FloatRange):
 class ConfigOption(click.Option):
     """An option that sets a key of the configuration; `pass_config` hands the result over.
 
-    `to_key` makes the key's value out of the option's, where the two have other units; `also` does
-    so for further keys, and leaves one alone that it gives None for. The default is the key's own,
-    and only `--help` shows it.
+    `to_key` makes the key's value of what was typed, where the two differ; `also` does so for
+    further keys, and leaves one alone that it gives None for.
     """
 
     def __init__(
@@ -52,19 +46,127 @@ class ConfigOption(click.Option):
         names: list[str],
         *,
         key: str,
-        to_key: Callable[[Any], Any] = lambda value: value,
+        to_key: Callable[[Any], Any],
         also: Mapping[str, Callable[[Any], Any]] | None = None,
         **attributes: Any,
     ) -> None:
-        default = known_keys()[key].default if attributes.get("show_default") else None
-        super().__init__(names, default=default, **attributes)
+        super().__init__(names, **attributes)
         self.key = key
         self.to_keys = {key: to_key, **(also or {})}
 
 
-def config_option(key: str, *names: str, **attributes: Any) -> Decorator:
-    """As `click.option`, for a key of the configuration."""
-    return click.option(*names, cls=ConfigOption, key=key, **attributes)
+def config_option(name: str, **attributes: Any) -> Decorator:
+    """As `click.option`, for a key of the configuration, whose `setting` says the rest."""
+    return _option(known_keys()[name], attributes)
+
+
+def _option(key: Key, attributes: dict[str, Any]) -> Decorator:
+    """An option that sets `key`; a key of no section is an argument of the command itself."""
+    flag, _, metavar = key.flag.partition(" ")
+    unit = UNITS.get(flag[-3:], 1) if key.kind.is_size else 1
+    usual = _default_words(key, unit)
+    is_repeatable = key.kind.type in (tuple, Mapping)
+    words = f"{key.help} ({usual})" if usual else key.help
+    made: dict[str, Any] = {
+        "help": f"{words}. Repeatable." if is_repeatable else f"{words}.",
+        "type": _type_of(key),
+        "metavar": metavar or None,
+        "multiple": is_repeatable,
+    }
+    to_key = _to_key(key, unit)
+    if key.section:
+        made |= {"cls": ConfigOption, "key": str(key), "to_key": to_key}
+    else:
+        made |= {"is_flag": key.kind.type is bool, "callback": lambda *given: to_key(given[-1])}
+    return click.option(flag, **(made | attributes))
+
+
+def _default_words(key: Key, unit: int) -> str:
+    if isinstance(key.default, bool):
+        return ("off", "on")[key.default] if key.section else ""
+    return key_words(key, key.default, unit)
+
+
+def question_options(
+    *names: str, without: Sequence[str] = (), question: type | None = None
+) -> Decorator:
+    """The options of a question called `names`, or all that have a flag but those left out."""
+    from kvweave.app.answer import question as questions
+
+    known = questions.question_options(question or questions.Question)
+    chosen = names or [n for n, each in known.items() if each.key.flag and n not in without]
+    return all_of(*(_option(known[name].key, {}) for name in chosen))
+
+
+def config_options(*names: str) -> Decorator:
+    """Several of `config_option`, in this order."""
+    return all_of(*map(config_option, names))
+
+
+def typed_options(
+    effective: EffectiveConfig, arguments: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options of a question that were typed, by the names of its fields. Takes those that are
+    no settings out of a command's `arguments`."""
+    from kvweave.app.answer.question import question_options as options_of
+
+    typed = {}
+    for name, each in options_of().items():
+        if str(each.key) in effective.flags:
+            typed[name] = effective.config.value(str(each.key))
+        elif arguments is not None and (value := arguments.pop(name, None)):
+            typed[name] = value
+    return typed
+
+
+def key_words(key: Key, value: Any, unit: int = 1) -> str:
+    """A value of a key as people read it; a size in units of so many bytes, or in its own."""
+    if value is None:
+        return key.unset
+    if key.kind.is_size:
+        return f"{value // unit:,}" if unit > 1 else _size_words(value)
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()  # as the file has it
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _size_words(num_bytes: int) -> str:
+    """The number in the largest unit of which it is a whole one."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size:,} {unit}"
+    return f"{num_bytes:,} B"
+
+
+def _type_of(key: Key) -> Any:
+    kind, bounds = key.kind, key.kind.range
+    if kind.known:
+        return click.Choice(kind.known)
+    if kind.is_size:
+        return Amount(0.001)
+    if kind.type is Path:
+        is_file = key.name.endswith("_file")
+        return click.Path(path_type=Path, file_okay=is_file, dir_okay=not is_file)
+    if kind.type in (tuple, Mapping):
+        return str
+    if bounds is None or key.default is None:  # the configuration judges those
+        return kind.type
+    if kind.type is int:
+        most = None if bounds.most == math.inf else int(bounds.most)
+        return click.IntRange(int(bounds.least), most)
+    return Amount(bounds.least)
+
+
+def _to_key(key: Key, unit: int) -> Callable[[Any], Any]:
+    if key.kind.is_size:
+        return lambda amount: int(amount * unit)
+    if key.kind.type is Mapping:
+        return lambda pairs: parse_pairs(pairs, key.flag.partition(" ")[0])
+    if key.kind.type is tuple:
+        return lambda names: () if names == ("none",) else names
+    return lambda value: value
 
 
 def pass_config(command: Command) -> Command:
@@ -113,7 +215,7 @@ def model_of(effective: EffectiveConfig) -> dict[str, str]:
     return {name: getattr(choice, name) for name in ("model", "device", "dtype", "quant")}
 
 
-def _all_of(*options: Decorator) -> Decorator:
+def all_of(*options: Decorator) -> Decorator:
     """Several options as one decorator, in this order."""
 
     def add(command: Command) -> Command:
@@ -142,123 +244,8 @@ kb_option = click.option(
 api_key_option = click.option(
     "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
 )
-chunks_option = config_option(
-    "library.k", "--chunks", type=click.IntRange(1, 100), help="How many to take (5)."
-)
-search_options = _all_of(  # how chunks are found
-    config_option(
-        "library.retrieval",
-        "--retrieval",
-        type=click.Choice(["vector", "words", "hybrid"]),
-        help="Find chunks by vector, by words or by both (vector).",
-    ),
-    config_option(
-        "library.min_score",
-        "--min-score",
-        type=float,
-        help="Leave out chunks with a lower score (any).",
-    ),
-    config_option(
-        "library.reranker",
-        "--reranker",
-        metavar="MODEL",
-        help="A cross-encoder that orders what was found: a folder or a hub id (none).",
-    ),
-)
-filter_option = click.option(
-    "--filter",
-    "filters",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Only documents with this metadata. Repeatable.",
-)
-speculate_option = config_option(
-    "speculation.mode",
-    "--speculate",
-    type=click.Choice(["auto", "on", "off"]),
-    help="Compute prompts while their chunks are searched for: where it pays, always, never.",
-)
-# their values are judged where they are used
-_NAMING = (
-    "An embedded name (see `kvweave models ls`), a folder, a .gguf file or a hub id.  "
-    f"[default: {known_keys()['model.model'].unset}]"
-)
-_computing_options = _all_of(
-    config_option("model.device", "--device", help="auto, cpu, cuda or cuda:N."),
-    config_option("model.dtype", "--dtype", help="auto, float32, bfloat16 or float16."),
-    config_option(
-        "model.quant",
-        "--quant",
-        help="none, int8 (CPU), or auto: int8 where that is faster and under 0.005 nats per token.",
-    ),
-)
-model_options = _all_of(config_option("model.model", "--model", help=_NAMING), _computing_options)
-models_options = _all_of(  # of a server, which may have several
-    config_option(
-        "model.model",
-        "--model",
-        multiple=True,
-        to_key=lambda names: names[0],
-        also={"server.models": lambda names: names[1:] or None},
-        help=f"{_NAMING} Repeatable: the first answers those who name none.",
-    ),
-    _computing_options,
-)
-system_option = config_option(
-    "model.system",
-    "--system",
-    help="Instructions in place of kvweave's own; chunk KV belongs to them.",
-)
-reuse_option = config_option(
-    "quality.reuse",
-    "--reuse",
-    metavar="STRATEGY[:RATIO]",
-    help="auto, full, prefix, reuse, weave:0.15, qcfuse, … (auto where KV is stored, else prefix).",
-)
-
-
-def configured_options(config: WeaveConfig) -> dict[str, Any]:
-    """The options of a question that a configuration has, by their names."""
-    from kvweave.app.answer.question import CONFIGURED
-
-    return {name: config.value(key) for name, key in CONFIGURED.items()}
-
-
-planning_options = _all_of(  # what a user allows the planner
-    config_option(
-        "quality.bound",
-        "--bound",
-        type=click.FloatRange(min=0.0),
-        help="How far auto may let answers drift: mean KL to full prefill, nats per token "
-        f"({QualitySettings().bound:g}).",
-    ),
-    config_option(
-        "quality.order",
-        "--order",
-        type=click.Choice(["as_found", "free", "auto"]),
-        help="May chunks move to where more is exact? auto: if calibration found it harmless.",
-    ),
-)
-store_options = _all_of(  # where chunk KV is kept besides host memory
-    config_option(
-        "store.disk_folder",
-        "--disk-folder",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="Folder of chunk KV (kv in each knowledge base).",
-    ),
-    config_option(
-        "store.redis_url",
-        "--redis-url",
-        metavar="URL",
-        help="Share chunk KV on a Valkey or Redis server. KVWEAVE_STORE_REDIS_URL does the same.",
-    ),
-    config_option(
-        "store.s3_url", "--s3-url", metavar="URL", help="Share chunk KV in s3://BUCKET/PREFIX."
-    ),
-    config_option(
-        "store.s3_endpoint",
-        "--s3-endpoint",
-        metavar="URL",
-        help="Of an S3-compatible store (Amazon's).",
-    ),
-)
+model_options = config_options("model.model", "model.device", "model.dtype", "model.quant")
+# where chunk KV is kept besides host memory
+REMOTE_KEYS = ("store.redis_url", "store.s3_url", "store.s3_endpoint")
+store_options = config_options("store.disk_folder", *REMOTE_KEYS)
+sampling_options = config_options(*(k for k in known_keys() if k.startswith("sampling.")))

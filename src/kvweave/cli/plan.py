@@ -7,13 +7,12 @@ import click
 
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
-    chunks_option,
-    configured_options,
+    config_option,
     json_option,
     model_options,
     pass_config,
-    planning_options,
-    system_option,
+    question_options,
+    typed_options,
 )
 from kvweave.cli.plan_view import (
     declined_lines,
@@ -36,10 +35,9 @@ from kvweave.errors import RequestError
     required=True,
     help="The knowledge base that would be asked (kvweave ingest makes one).",
 )
-@chunks_option
-@planning_options
+@question_options("k", "bound", "order")
 @model_options
-@system_option
+@config_option("model.system")
 @json_option
 @pass_config
 def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveConfig) -> None:
@@ -49,7 +47,7 @@ def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveC
     check_knowledge_base(kb_folder)
     allowed = effective.config.quality
     with open_weave(config=effective.config, kb=kb_folder) as weave:
-        plan = weave.plan(question, **configured_options(effective.config))
+        plan = weave.plan(question, **typed_options(effective))
         if as_json:
             about = {"model": weave.model_name, "question": question}
             told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}

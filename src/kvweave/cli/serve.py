@@ -18,19 +18,8 @@ import click
 from kvweave.cli.greeting import EVERYWHERE, greet, url_of
 from kvweave.cli.interrupts import EXIT_CODE
 from kvweave.cli.knowledge_bases import open_models
-from kvweave.cli.options import (
-    Amount,
-    config_option,
-    models_options,
-    pass_config,
-    planning_options,
-    reuse_option,
-    search_options,
-    speculate_option,
-    store_options,
-    system_option,
-)
-from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given
+from kvweave.cli.options import config_option, config_options, pass_config, store_options
+from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given, known_keys
 from kvweave.errors import ConfigError
 from kvweave.paths import kb_root
 from kvweave.serve.starting import StartAnswers
@@ -50,133 +39,39 @@ END_S = 30.0  # for all of it to end then
 CLOSE_S = 10.0  # and for closing in order, once nothing is served any more
 
 
-def _mib(amount: float) -> int:
-    return int(amount * (1 << 20))
-
-
-def _gib(amount: float) -> int:
-    return int(amount * (1 << 30))
-
-
-@click.command("serve")
-@models_options
-@store_options
-@config_option("server.host", "--host", show_default=True, help="Address to listen on.")
-@config_option(
-    "server.port",
-    "--port",
-    type=click.IntRange(0, 65535),  # the resolver would take 70000 for 4464
-    show_default=True,
-    help="0 takes a free one.",
+# keys of a server that a gateway takes as well, in the order of its help
+ADDRESS_KEYS = ("server.host", "server.port", "server.kb_root")
+ANSWER_KEYS = (
+    *("library.retrieval", "library.min_score", "library.reranker", "library.rewrite"),
+    *("library.recognise", "library.nothing_found", "model.system"),
+    *("quality.reuse", "quality.bound", "quality.order"),
+    *("server.api_key_file", "server.aliases", "speculation.mode"),
+    *("server.log_format", "server.log_level", "server.running", "server.waiting"),
+    *("server.body_bytes", "server.upload_bytes", "server.request_s", "server.open_kbs"),
 )
-@config_option(
-    "server.kb_root",
-    "--kb-root",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of knowledge bases, one per subfolder, made on first upload.",
-)
-@click.option(
+END_KEYS = ("server.grace_s", "server.lame_s")
+kb_folders_option = click.option(
     "--kb",
     "folders",
     multiple=True,
     metavar="NAME=DIR",
     help="A knowledge base elsewhere; TENANT/NAME=DIR gives it to a tenant. Repeatable.",
 )
-@config_option("library.embedder", "--embedder", show_default=True, help="Of new knowledge bases.")
+
+
+@click.command("serve")
 @config_option(
-    "library.encoding",
-    "--encoding",
-    help="Encoding context of chunk KV, such as isolated or filler:4.",
-)
-@search_options
-@config_option(
-    "library.rewrite",
-    "--rewrite/--no-rewrite",
-    help="Search for follow-ups as the model puts them (off).",
-)
-@config_option(
-    "library.recognise",
-    "--recognise/--no-recognise",
-    help="Go on with conversations that have no id by what was said in them (on).",
-)
-@config_option(
-    "library.nothing_found",
-    "--nothing-found",
-    type=click.Choice(["say", "answer"]),
-    help="Where no chunk is found: say so, or answer from nothing (say).",
-)
-@system_option
-@reuse_option
-@planning_options
-@config_option(
-    "server.api_key_file",
-    "--api-key-file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Lines of key or key:tenant. KVWEAVE_API_KEYS does the same.",
-)
-@config_option(
-    "server.aliases",
-    "--alias",
+    "model.model",
     multiple=True,
-    to_key=tuple,
-    metavar="NAME",
-    help="Another name that requests may call the model by. Repeatable.",
+    to_key=lambda names: names[0],
+    also={"server.models": lambda names: names[1:] or None},
+    help=f"{known_keys()['model.model'].help}. Repeatable: the first answers those who name none.",
 )
-@speculate_option
-@config_option(
-    "server.log_format",
-    "--log-format",
-    type=click.Choice(["human", "json"]),
-    help="Log every request, as text or as JSON lines; warnings alone if left out.",
-)
-@config_option(
-    "server.log_level",
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="From which level on lines are written (warning; info with --log-format).",
-)
-@config_option(
-    "server.running", "--running", type=click.IntRange(1), help="Answers computed at once [64]."
-)
-@config_option(
-    "server.waiting", "--waiting", type=click.IntRange(0), help="Answers that may queue [128]."
-)
-@config_option(
-    "server.body_bytes", "--max-body-mb", to_key=_mib, type=Amount(0.001), help="Of a request [8]."
-)
-@config_option(
-    "server.upload_bytes",
-    "--max-upload-mb",
-    to_key=_mib,
-    type=Amount(0.001),
-    help="Of an upload [64].",
-)
-@config_option("server.request_s", "--timeout", type=Amount(0), help="Seconds per answer [600].")
-@config_option(
-    "server.open_kbs",
-    "--open-kbs",
-    type=click.IntRange(1),
-    help="Knowledge bases open at a time [4].",
-)
-@config_option(
-    "store.host_bytes",
-    "--host-gb",
-    to_key=_gib,
-    type=Amount(0.001),
-    help="Host memory for chunk KV, an equal part for each of them [8].",
-)
-@config_option(
-    "server.grace_s",
-    "--grace",
-    type=Amount(0),
-    help="Seconds that answers may go on after Ctrl-C or SIGTERM [10].",
-)
-@config_option(
-    "server.lame_s",
-    "--lame",
-    type=Amount(0),
-    help="Seconds before that, in which /readyz says 503 and new work is refused [0].",
-)
+@config_options("model.device", "model.dtype", "model.quant")
+@store_options
+@config_options(*ADDRESS_KEYS)
+@kb_folders_option
+@config_options("library.embedder", "library.encoding", *ANSWER_KEYS, "store.host_bytes", *END_KEYS)
 @pass_config
 def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""

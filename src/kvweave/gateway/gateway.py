@@ -171,7 +171,7 @@ class Gateway:
         """`tools` go to the upstream as they are: its template shows them, and it reads calls."""
         if not messages:
             raise RequestError("messages is empty; send at least one")
-        plain = PlainOptions.of(options)
+        plain = PlainOptions.from_chat(options)
         name = self._upstreams.of(options.get("model")).model
         tools = () if plain.tool_use is None else plain.tool_use.tools
         return self._plain(chat_messages(messages, plain.tenant.encode(), name, tools), plain)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.question import CONFIGURED, Question, QuestionDefaults
+from kvweave.app.answer.question import FILLED, Question, QuestionDefaults
 from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
 from kvweave.app.auto.facts import (
     CalibratedGate,
@@ -30,8 +30,7 @@ from kvweave.errors import RequestError
 from kvweave.fuse.prefill import StoredPrompt
 from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
-from kvweave.fuse.selectors.strategies import open_strategy
-from kvweave.fuse.strategy import ModelFacts
+from kvweave.fuse.selectors.strategies import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
 from kvweave.kv.tiers.config import (
     DiskTierConfig,
@@ -426,10 +425,10 @@ def test_the_knowledge_tree_is_priced_by_the_measured_machine(
 
 
 def test_an_option_that_is_configured_has_the_type_of_its_key() -> None:
-    assert len(CONFIGURED) > 5
-    for name, key in CONFIGURED.items():
+    assert len(FILLED) > 5
+    for name, key in FILLED.items():
         value = WeaveConfig().value(key)
-        assert getattr(Question("q").filled(QuestionDefaults()), name) == value
+        assert getattr(Question("q").fill_in(QuestionDefaults()), name) == value
         assert known_keys()[key].kind.complaint(value) is None, name
 
 

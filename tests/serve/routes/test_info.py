@@ -6,7 +6,8 @@ from pathlib import Path
 import httpx
 
 import kvweave
-from kvweave.app.answer.question import PLAIN_REUSES, REUSES
+from kvweave.app.answer.question import PLAIN_REUSES
+from kvweave.app.dial import REUSES
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import Weave
 from kvweave.demo import PASSAGES, SHOWN, read_questions

@@ -183,7 +183,7 @@ class EngineTarget:
             ratio=asked.ratio,
             bound=asked.bound,
             order=OrderPermission.AS_FOUND,
-        ).filled(self._settings.usual)
+        ).fill_in(self._settings.usual)
         named = self.router.named(question.reuse, question.ratio)
         tenant = drawn.tenant or self._settings.tenant
         prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())

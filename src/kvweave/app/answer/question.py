@@ -1,19 +1,23 @@
-"""What a caller asks for: a question with everything that goes with it, checked in one place."""
+"""What a caller asks for: a question with everything that goes with it, checked in one place.
 
-# ruff: noqa: RUF009 - `configured` makes a field
+An option is a field of `Question`. What people are told of it, in flags, the schema of requests and
+the web page, stands with the field (`option`), or with the setting that holds for questions which
+leave it open (`configurable`). Imports no torch: the command line reads it to show its help.
+"""
+
+# ruff: noqa: RUF009 - `option` and `configurable` make fields
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypedDict, get_args
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
-from kvweave.config import LibrarySettings, QualitySettings, WeaveConfig, given
+from kvweave.config import LibrarySettings, QualitySettings, WeaveConfig, given, known_keys
+from kvweave.config_keys import Key, Kind
 from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import Retrieval, SearchOptions
-from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.selectors.strategies import NAMES, is_known, known_names
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import ANY_OBJECT as ANY_OBJECT
 from kvweave.text.prompt import Document
@@ -22,24 +26,36 @@ from kvweave.text.tool_calls import TOOL_CHOICES as TOOL_CHOICES
 from kvweave.text.tool_calls import Message, ToolUse, texts_of_tools
 from kvweave.types import ChunkId
 
+if TYPE_CHECKING:
+    from kvweave.engine.sampling import Sampling
+
 TOP_K = LibrarySettings().k  # chunks that are put in front of a question
 AUTO = "auto"  # a `reuse` that is no strategy: the planner chooses one
 ORDER = OrderPermission(QualitySettings().order)  # of chunks, unless a question says it
 PLAIN_REUSES = (AUTO, "prefix", "full")  # of a prompt without chunks
-REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
 SpeculationMode = Literal["auto", "on", "off"]
 NothingMode = Literal["say", "answer"]  # where no chunk is found
 
 
-def configured(key: str) -> Any:
-    """An option that is None unless a question has it: then the configuration's `key` holds."""
-    return field(default=None, metadata={"key": key})
+def option(default: Any, help: str, flag: str, *, unset: str = "", label: str = "") -> Any:
+    """An option with its help text and its flag, as `setting` has them for a key; what None means,
+    in words (`unset`); and for a control on the web page its `label`."""
+    said = {"help": help, "flag": flag, "unset": unset, "label": label}
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata=said)
+
+
+def configurable(key: str, *, is_filled: bool = True, label: str = "") -> Any:
+    """An option that is None unless a question has it: then the configuration's `key` holds, whose
+    help text and flag are also its. `is_filled` False: not by `Question.fill_in`, but where the
+    option is used."""
+    return field(default=None, metadata={"key": key, "is_filled": is_filled, "label": label})
 
 
 class ChatOptions(TypedDict, total=False):
     """Keyword arguments of `Weave.chat`; `Question` says what each means."""
 
-    sampling: Sampling | None
+    sampling: "Sampling | None"
     reuse: str | None
     tenant: str
     model: str | None
@@ -52,7 +68,7 @@ class ChatOptions(TypedDict, total=False):
 class PlainOptions:
     """How a prompt without chunks is answered. Raises RequestError if it cannot be meant."""
 
-    sampling: Sampling | None = None  # None: as the Weave draws
+    sampling: "Sampling | None" = None  # None: as the Weave draws
     reuse: str | None = None  # "full" computes all of it; else what is exact is reused
     tenant: str = ""  # whose it is; "": the Weave's own
     tool_use: ToolUse | None = None  # what the model may call; None: nothing
@@ -65,8 +81,8 @@ class PlainOptions:
             )
 
     @classmethod
-    def of(cls, options: ChatOptions) -> "PlainOptions":
-        """Those of a chat. Raises RequestError for tools that cannot be meant."""
+    def from_chat(cls, options: ChatOptions) -> "PlainOptions":
+        """Read the options of a chat. Raises RequestError for tools that cannot be meant."""
         tools, choice = options.get("tools", ()), options.get("tool_choice")
         parallel = options.get("parallel_tool_calls", True)
         use = ToolUse.parse(tools, choice, parallel=parallel)
@@ -109,30 +125,36 @@ class Question:
 
     question: str
     documents: Sequence[Document | str] | None = None  # None: the nearest chunks there are
-    sampling: Sampling | None = None  # None: as the Weave draws
+    sampling: "Sampling | None" = None  # None: as the Weave draws
     system: str | None = None  # in place of the Weave's own system prompt
-    k: int | None = configured("library.k")  # chunks to take from the knowledge base
-    reuse: str | None = None  # a strategy, or "auto"; None: see `answer/router.py`
-    ratio: float | None = None  # of reused tokens to recompute; None: the strategy's own
-    bound: float | None = configured("quality.bound")  # "auto": nats per token that reuse may cost
-    order: str | None = configured("quality.order")  # whether chunks may move, see OrderPermission
-    conversation_id: str | None = None  # which conversation the history is of
-    recognise: bool | None = configured("library.recognise")  # by what was said, where it has no id
-    history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
-    tenant: str = ""  # whose conversation it is; "": the Weave's own
-    speculate: SpeculationMode | None = None  # None: as the Weave does
     model: str | None = None  # of a gateway that has several; None: the usual one
+    tenant: str = ""  # whose conversation it is; "": the Weave's own
+    history: Sequence[Mapping[str, Any]] = field(default=())  # what was said, a user's first
+    conversation_id: str | None = None  # which conversation the history is of
+    recognise: bool | None = configurable("library.recognise")
     # how chunks are found, see `SearchOptions`
-    retrieval: Retrieval | None = configured("library.retrieval")
-    min_score: float | None = configured("library.min_score")
-    filter: Mapping[str, Any] = field(default_factory=dict)  # what metadata their documents have
-    reranker: str | None = configured("library.reranker")
-    # a follow-up is searched for as the model puts it
-    rewrite: bool | None = configured("library.rewrite")
     query: str | None = None  # what is searched for; None: the question
-    # "say" so, or "answer" from nothing
-    nothing_found: NothingMode | None = configured("library.nothing_found")
-    cite: bool = False  # put the numbers of sources behind the answer's sentences
+    k: int | None = configurable("library.k", label="passages")
+    retrieval: Retrieval | None = configurable("library.retrieval")
+    min_score: float | None = configurable("library.min_score")
+    reranker: str | None = configurable("library.reranker")
+    filter: Mapping[str, Any] = option(
+        dict, "Only documents with this metadata", "--filter KEY=VALUE"
+    )
+    rewrite: bool | None = configurable("library.rewrite")
+    nothing_found: NothingMode | None = configurable("library.nothing_found")
+    cite: bool = option(False, "Put numbers of sources behind sentences", "--cite")
+    # how the prompt is computed
+    reuse: str | None = configurable("quality.reuse", is_filled=False)  # see `answer/router.py`
+    ratio: float | None = option(
+        None,
+        "Share of reused tokens to recompute; implies weave",
+        "--ratio",
+        unset="the strategy's own",
+    )
+    bound: float | None = configurable("quality.bound")
+    order: str | None = configurable("quality.order")  # see OrderPermission
+    speculate: SpeculationMode | None = configurable("speculation.mode", is_filled=False)
     # what the model may call, as OpenAI's API has it: see `text/tool_calls.py`
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] | None = None  # None: as the model likes
@@ -154,9 +176,8 @@ class Question:
         if self.speculate not in (None, *get_args(SpeculationMode)):
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
-        if self.reuse not in (None, AUTO) and not is_known(self.reuse):
-            known = ", ".join((*REUSES, *known_names()[len(NAMES) :]))
-            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {known}")
+        if self.reuse is not None and not _is_reuse(self.reuse):
+            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {_reuses()}")
         if self.nothing_found not in (None, *get_args(NothingMode)):
             known = ", ".join(get_args(NothingMode))
             raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
@@ -167,7 +188,9 @@ class Question:
         refuse_empty(self.question)
 
     @property
-    def drawn(self) -> Sampling:
+    def drawn(self) -> "Sampling":
+        from kvweave.engine.sampling import Sampling
+
         return self.sampling or Sampling()
 
     @property
@@ -215,10 +238,10 @@ class Question:
         """Nats per token that reuse may cost."""
         return BOUND if self.bound is None else self.bound
 
-    def filled(self, usual: "QuestionDefaults", kb_order: str | None = None) -> "Question":
-        """The same question with what it leaves open as is usual: in its knowledge base
-        (`kb_order`), or else as configured."""
-        open_ones = {name: key for name, key in CONFIGURED.items() if getattr(self, name) is None}
+    def fill_in(self, usual: "QuestionDefaults", kb_order: str | None = None) -> "Question":
+        """Return this question with what it leaves open as its knowledge base (`kb_order`), or else
+        the configuration, has it."""
+        open_ones = {name: key for name, key in FILLED.items() if getattr(self, name) is None}
         values = {name: usual.value(key) for name, key in open_ones.items()}
         if self.reuse is None and self.ratio is None:
             values["reuse"], values["ratio"] = usual.reuse, usual.ratio
@@ -229,9 +252,32 @@ class Question:
         return replace(self, **values)
 
 
-CONFIGURED = {
-    each.name: each.metadata["key"] for each in fields(Question) if "key" in each.metadata
-}
+# options that `fill_in` knows → their keys
+FILLED = {f.name: f.metadata["key"] for f in fields(Question) if f.metadata.get("is_filled")}
+
+
+class QuestionOption(NamedTuple):
+    """What is said of an option: as a key of the configuration, which it is or looks like."""
+
+    key: Key
+    label: str  # of its control on the web page; "": it has none
+
+
+def question_options(question: type = Question) -> dict[str, QuestionOption]:
+    """Return the options that have a help text, by the names of their fields."""
+    found = {}
+    for each in fields(question):
+        said = each.metadata
+        if "key" in said:
+            key = known_keys()[said["key"]]
+        elif "help" in said:
+            default = None if each.default is MISSING else each.default
+            words = [said[name] for name in ("unset", "help", "flag")]
+            key = Key("", each.name, question, Kind.from_hint(each.type), default, *words)
+        else:
+            continue
+        found[each.name] = QuestionOption(key, said["label"])
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +298,7 @@ class QuestionDefaults:
         return cls(config.quality, config.library, given(config.sampling))
 
     def value(self, key: str) -> Any:
-        """Of a key by its dotted name, such as "library.k"."""
+        """Return the value of a key by its dotted name, such as "library.k"."""
         section, _, name = key.partition(".")
         return getattr(getattr(self, section), name)
 
@@ -291,9 +337,8 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
     if text is None:
         return None, None
     name, colon, ratio = text.partition(":")
-    if name != AUTO and not is_known(name):
-        known = ", ".join((*REUSES, *known_names()[len(NAMES) :]))
-        raise ConfigError(f"reuse {name!r} is unknown; known: {known}")
+    if not _is_reuse(name):
+        raise ConfigError(f"reuse {name!r} is unknown; known: {_reuses()}")
     try:
         share = float(ratio) if colon else None
     except ValueError:
@@ -301,6 +346,18 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
     if share is not None and (name == AUTO or not 0.0 <= share <= 1.0):
         raise ConfigError(f"reuse {text!r}: write a strategy and a share of rows, as weave:0.15")
     return name, share
+
+
+def _is_reuse(name: str) -> bool:
+    from kvweave.fuse.selectors.strategies import is_known
+
+    return name == AUTO or is_known(name)
+
+
+def _reuses() -> str:
+    from kvweave.fuse.selectors.strategies import known_names
+
+    return ", ".join(("full", AUTO, *(name for name in known_names() if name != "full")))
 
 
 def refuse_empty(question: str) -> None:

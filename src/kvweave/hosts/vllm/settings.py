@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.app.library.store_tiers import remote_tiers
-from kvweave.config import Flag, Key, StoreSettings, known_keys, load_config
+from kvweave.config import Flag, StoreSettings, known_keys, load_config
+from kvweave.config_keys import Key
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.selectors.strategies import is_known, known_names
