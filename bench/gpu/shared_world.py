@@ -26,7 +26,7 @@ from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
-from kvweave.model.chunk_codes import scale_bytes
+from kvweave.model.paged_kv import scale_bytes
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 256, 32, 64

@@ -15,7 +15,7 @@ from kvweave.config import ModelChoice, SamplingSettings, WeaveConfig
 from kvweave.engine.sampling import Choice
 from kvweave.errors import ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, read_generation
-from kvweave.text.loops import loop_tokens
+from kvweave.text.detokenizer import loop_tokens
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_models import make_chat_model_folder
 

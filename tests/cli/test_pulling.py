@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.model.files.default_model import DEFAULT, FALLBACK
-from kvweave.model.files.embedded import EMBEDDED
+from kvweave.model.files.embedded import DEFAULT, EMBEDDED, FALLBACK
 from kvweave.model.files.model_cache import ModelCache, no_progress
 from worlds.running import Run, run, run_alone
 from worlds.tiny_corpus import WordEmbedder

@@ -23,7 +23,7 @@ from kvweave.kernels.recording import count_refusals
 from kvweave.kernels.types import SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
 from kvweave.model.recorded_decode import (
     RecordedDecode,
     StepKind,
@@ -34,7 +34,6 @@ from kvweave.model.recorded_decode import (
     padded_rows,
 )
 from kvweave.model.rows import Rows
-from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.model.step_attention import CHUNKS, SPARE_CHUNKS, PageArrays
 from worlds.engine import SMALL, alone, ids, plain, tokens
 from worlds.recordings import without_kernels

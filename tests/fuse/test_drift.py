@@ -15,7 +15,7 @@ from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from kvweave.model.row_hook import QKV
+from kvweave.model.rows import QKV
 from kvweave.model.sequence_kv import SequenceKV
 from worlds.fuse import World, assert_same_kv, make_ids, prefilled
 from worlds.tiny_models import make_model_folder

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.model.chunk_codes import USUAL, key_lifts
 from kvweave.model.load import load_decoder
-from kvweave.model.paged_kv import KVPool
+from kvweave.model.paged_kv import USUAL, KVPool, key_lifts
 from worlds.tiny_models import make_model_folder
 
 

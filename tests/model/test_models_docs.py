@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 
 from kvweave.config import known_keys
-from kvweave.model.files.default_model import DEFAULT, FALLBACK
-from kvweave.model.files.embedded import EMBEDDED
+from kvweave.model.files.embedded import DEFAULT, EMBEDDED, FALLBACK
 from kvweave.model.files.gguf.config import ARCHITECTURES
 from kvweave.model.files.gguf.packings import PACKINGS
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.sources import Source
-from kvweave.model.files.wheel_files import JoinedWheels, WholeWheel
+from kvweave.model.files.wheels import JoinedWheels, WholeWheel
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import RequestError
-from kvweave.text.length import MOST_CHARS, PIECE_CHARS, SURE_CHARS, refuse_long
+from kvweave.text.prompt import MOST_CHARS, PIECE_CHARS, SURE_CHARS, refuse_long
 from kvweave.text.tokenizer import Tokenizer
 
 

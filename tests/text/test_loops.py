@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.text.loops import LEAST_TOKENS, LONGEST_PERIOD, LoopWatch, loop_tokens
+from kvweave.text.detokenizer import LEAST_TOKENS, LONGEST_PERIOD, LoopWatch, loop_tokens
 
 IDS = st.integers(0, 2**17)
 

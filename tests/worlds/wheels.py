@@ -9,7 +9,7 @@ import pytest
 
 from kvweave.model.files.embedded import EmbeddedModel
 from kvweave.model.files.sources import Source
-from kvweave.model.files.wheel_files import JoinedWheels, Wheel, WheelPart, WholeWheel
+from kvweave.model.files.wheels import JoinedWheels, Wheel, WheelPart, WholeWheel
 
 FOLDER = {
     "config.json": b'{"model_type": "tiny"}',

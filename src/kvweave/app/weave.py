@@ -57,7 +57,6 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.metrics import Metrics, Sample
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.detokenizer import texts_of
-from kvweave.text.length import refuse_long
 from kvweave.text.prompt import (
     SYSTEM,
     Document,
@@ -65,6 +64,7 @@ from kvweave.text.prompt import (
     build_prompt,
     chat_prompt,
     plain_prompt,
+    refuse_long,
     spanned_prompt,
 )
 from kvweave.text.tool_calls import ToolCall, texts_of_tools

@@ -21,7 +21,7 @@ from kvweave.calibrate.questions import QuestionRecord, make_case, repeat_ids
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.fuse.encode.contexts import Variant, context_filler
 from kvweave.model.decoder import Decoder
-from kvweave.model.files.default_model import default_model
+from kvweave.model.files.embedded import default_model
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer

@@ -58,7 +58,7 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
 def _with_model(effective: EffectiveConfig) -> EffectiveConfig:
     """With how the model's makers want answers drawn, where nothing else says it; as it is if the
     model is not on this machine."""
-    from kvweave.model.files.default_model import DEFAULT
+    from kvweave.model.files.embedded import DEFAULT
     from kvweave.model.files.generation import FILE, read_generation, unless_greedy
     from kvweave.model.files.locate import locate
 

@@ -14,8 +14,7 @@ from kvweave.model.files.model_cache import Progress, PullStep, no_progress, sta
 def with_model(config: WeaveConfig) -> WeaveConfig:
     """The configuration with a model named and on this machine: what nobody named is the default,
     what has to be downloaded or converted is, with a bar. Raises ModelError."""
-    from kvweave.model.files.default_model import default_model
-    from kvweave.model.files.embedded import EMBEDDED
+    from kvweave.model.files.embedded import EMBEDDED, default_model
     from kvweave.model.files.locate import locate
 
     name = config.model.model

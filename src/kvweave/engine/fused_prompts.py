@@ -39,8 +39,7 @@ from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool
-from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.model.paged_kv import KVPool, SegmentedKV
 from kvweave.types import ChunkId
 
 

@@ -21,10 +21,8 @@ from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kernels.rope import Turn
 from kvweave.kv.tree import ChunkRef, TreeLease
-from kvweave.model.chunk_codes import key_lifts, scale_bytes
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
-from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV, key_lifts, scale_bytes
 
 log = logging.getLogger(__name__)
 MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size

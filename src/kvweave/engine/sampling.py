@@ -40,7 +40,7 @@ class Sampling:
     seed: int | None = None  # None: another answer each time
     stop: tuple[str, ...] = ()  # the answer ends in front of the first of these
     logprobs: int | None = None  # alternatives to report per token; None reports nothing
-    stop_loops: bool = True  # end an answer that only repeats itself: see text/loops.py
+    stop_loops: bool = True  # end an answer that only repeats itself: see text/detokenizer.py
     # taken off the logit of a token that the answer has: once, and for each time it has it
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -16,9 +16,8 @@ from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import TREE, FuseRecord
 from kvweave.fuse.request import State
 from kvweave.kv.tree import ChunkRef, TreeLease
-from kvweave.model.paged_kv import PagedKV
+from kvweave.model.paged_kv import PagedKV, SegmentedKV
 from kvweave.model.rows import EarlyExit, Rows
-from kvweave.model.segmented_kv import SegmentedKV
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -27,9 +27,8 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.shifted import mean_turned
 from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
 from kvweave.model.rows import Rows
-from kvweave.model.segmented_kv import SegmentedKV
 
 log = logging.getLogger(__name__)
 # a prompt, its last rows if they are few, a token, and what lies between (kernels/gpu/attention.py)

@@ -41,7 +41,7 @@ from kvweave.gateway.prompts import (
     chat_messages,
 )
 from kvweave.kv.tiers.config import TierConfig
-from kvweave.text.length import refuse_long
+from kvweave.text.prompt import refuse_long
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.text.tool_calls import has_tool_parts
 from kvweave.types import ChunkId

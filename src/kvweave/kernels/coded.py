@@ -9,7 +9,7 @@ are not finer than this, as those of stored chunk KV are (`quantise.py`).
 One scale for all channels of a key is too coarse where a few of them are large for all tokens, as
 a projection with a bias makes them. Such channels are divided by a fixed `lift`, which is alike for
 the two channels that RoPE turns together and so stays outside of it; queries that look at codes are
-multiplied by it instead (`model/chunk_codes.py`).
+multiplied by it instead (`model/paged_kv.py`).
 
 Shapes: N rows, S turns, T rows of a memory, Hk KV heads, D head dim, r rotary dims.
 """

@@ -1,7 +1,7 @@
 """The KV of all sequences of a batch, as one object that rows are written to and attend over.
 
 A batch has KV of one kind: a dense buffer per sequence, or pages of one pool. Of those that live in
-a pool some may share chunks (`segmented_kv.py`) and some not.
+a pool some may share chunks and some not.
 
 Shapes: R rows, Hq query heads, Hk KV heads, D head dim.
 """
@@ -20,9 +20,8 @@ from kvweave.kernels.paged_attention import attend_paged
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.segments import attend_segments
 from kvweave.kernels.types import PagedSegment, Segment, SegmentedRows
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
 from kvweave.model.rows import Rows, bounds_of, flat
-from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.model.sequence_kv import SequenceKV
 
 

@@ -29,13 +29,11 @@ from kvweave.kernels.native.loading import NativeKernels, kernels_so_far
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.batch_kv import BatchKV, kv_of
-from kvweave.model.experts import routed_mlp
 from kvweave.model.rope import frequencies
-from kvweave.model.row_hook import QKV, run_hooks
-from kvweave.model.rows import Rows, after_exits, flat, hooked_rows, wanted_rows
+from kvweave.model.rows import QKV, Rows, after_exits, flat, hooked_rows, run_hooks, wanted_rows
 from kvweave.model.sequence_kv import SequenceKV
-from kvweave.model.spec import ModelSpec
-from kvweave.model.weights import Weights
+from kvweave.model.spec import ExpertSpec, ModelSpec
+from kvweave.model.weights import ExpertWeights, Weights
 
 # rows up to which compiled layers run in one call; with more, a layer takes long enough to be
 # heard of
@@ -279,3 +277,20 @@ class Decoder:
 
     def _norm(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         return rms_norm(x, weight, self.spec.norm_eps, out)
+
+
+def routed_mlp(x: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
+    """Mix the chosen experts' outputs for rows x [R, E]."""
+    shares = F.linear(x, weights.router).softmax(dim=-1, dtype=torch.float32)  # [R, experts]
+    share, chosen = shares.topk(spec.per_token, dim=-1)  # [R, per_token] each
+    if spec.renormalise:
+        share = share / share.sum(dim=-1, keepdim=True)
+    out = torch.zeros_like(x, dtype=torch.float32)  # sums of few terms, rounded once at the end
+    for expert in range(spec.num_experts):
+        rows, slot = torch.where(chosen == expert)
+        if len(rows) == 0:
+            continue
+        gate, up = weights.gate_up[expert](x[rows]).chunk(2, dim=-1)  # [rows, I] each
+        y = weights.down[expert](F.silu(gate).mul_(up))
+        out.index_add_(0, rows, y * share[rows, slot, None])
+    return out.to(x.dtype)

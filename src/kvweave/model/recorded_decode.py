@@ -28,10 +28,9 @@ from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
 from kvweave.model.rope import frequencies
 from kvweave.model.rows import Rows
-from kvweave.model.segmented_kv import SegmentedKV
 from kvweave.model.step_attention import (
     COLUMNS,
     PageArrays,

@@ -1,19 +1,57 @@
 """The rows of a batch: which tokens, of which sequences, through how many layers.
 
-A row is one token of one sequence; rows of one sequence lie side by side in a flat batch.
+A row is one token of one sequence; rows of one sequence lie side by side in a flat batch. Rows that
+are computed can tell something about rows of their sequence that are not (drift, see kvweave.fuse):
+fusion puts a `RowHook` beside its rows, the decoder calls it in every layer, between projecting and
+writing, and knows nothing of what it does.
+
+Shapes: R rows, Hq query heads, Hk KV heads, D head dim.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvweave.model.paged_kv import PagedKV
-from kvweave.model.row_hook import HookedRows, RowHook
-from kvweave.model.segmented_kv import SegmentedKV
+from kvweave.model.paged_kv import PagedKV, SegmentedKV
 from kvweave.model.sequence_kv import DenseKV
+
+
+class QKV(NamedTuple):
+    """Projections of some rows: after q/k norm, before RoPE."""
+
+    q: Tensor  # [R, Hq, D]
+    k: Tensor  # [R, Hk, D]
+    v: Tensor  # [R, Hk, D]
+
+
+class RowHook(Protocol):
+    """Changes the KV of one sequence, from what some of its rows are about to write.
+
+    Called on the thread of the pass, once per layer and pass, before any row of that layer is
+    written and before any row reads it. What it raises ends the pass.
+    """
+
+    def move(self, layer: int, fresh: QKV, kv: DenseKV) -> None:
+        """Change `layer` of `kv`; `fresh` are all rows of the sequence that run in this pass."""
+        ...
+
+
+class HookedRows(NamedTuple):
+    """The rows of one sequence of a batch that has a hook."""
+
+    hook: RowHook
+    kv: DenseKV
+    start: int  # its rows [start, end) of the batch
+    end: int
+
+
+def run_hooks(hooked: Sequence[HookedRows], layer: int, fresh: QKV) -> None:
+    """Call every hook of a batch with its own rows of the projections."""
+    for hook, kv, start, end in hooked:
+        hook.move(layer, QKV(*(x[start:end] for x in fresh)), kv)
 
 
 class EarlyExit(NamedTuple):

@@ -18,9 +18,8 @@ from torch import Tensor
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV
+from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
 from kvweave.model.rows import Rows
-from kvweave.model.segmented_kv import SegmentedKV
 
 if TYPE_CHECKING:
     from kvweave.kernels.gpu.segment_tables import SegmentShape

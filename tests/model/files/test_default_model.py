@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ModelError, ModelNotFound
-from kvweave.model.files import default_model as module
-from kvweave.model.files.default_model import DEFAULT, FALLBACK, default_model
-from kvweave.model.files.embedded import EMBEDDED
+from kvweave.model.files import embedded as module
+from kvweave.model.files.embedded import DEFAULT, EMBEDDED, FALLBACK, default_model
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.locate import locate
 from kvweave.model.files.model_cache import ModelCache, Progress, no_progress

