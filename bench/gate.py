@@ -29,7 +29,7 @@ from kvweave.calibrate.profiles import Profile, packaged_profile
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.plan.inputs import PromptShape
+from kvweave.plan.plan import PromptShape
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 from quality.by_kind import outcomes_of, read_values

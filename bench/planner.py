@@ -23,10 +23,8 @@ from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.plan import PlanRequest
+from kvweave.plan.plan import PlanRequest, PromptShape, Stored, Verdict
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId
@@ -122,7 +120,7 @@ def main() -> None:
         for _ in range(args.requests)
     ]
     for request in requests[:200]:  # warm up, and fill the access table
-        planner.finished(request, planner.plan(request))
+        planner.record_answer(request, planner.plan(request))
     gc.collect()
     gc.freeze()  # as a server does once it is up: the tree is not garbage
     times_ms, cpu_ms, by, chosen = [], [], {}, {}
@@ -131,7 +129,7 @@ def main() -> None:
         plan = planner.plan(request)
         cpu_ms.append((time.thread_time_ns() - cpu_start) / 1e6)
         times_ms.append((time.perf_counter_ns() - start) / 1e6)
-        planner.finished(request, plan)
+        planner.record_answer(request, plan)
         by[plan.ordered_by] = by.get(plan.ordered_by, 0) + 1
         chosen[plan.chosen.name] = chosen.get(plan.chosen.name, 0) + 1
     p50, p90, p99, worst = np.percentile(times_ms, [50, 90, 99, 100]).round(4).tolist()

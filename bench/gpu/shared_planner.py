@@ -32,9 +32,7 @@ from kvweave.kv.lookup import Residency
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import CostModel
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest, SpanKind
+from kvweave.plan.plan import Plan, PlanRequest, PromptShape, SpanKind, Stored, Verdict
 from kvweave.plan.planner import Planner
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
@@ -202,7 +200,7 @@ class PlannedWorld:
         exact = open_strategy(plan.chosen.name, facts) if plan.strategy is None else None
         strategy = exact or self._world.weave
         self._lessons.learn(plan, strategy, ticket.record, ticket, recorded)
-        self._planner.finished(planned, plan)
+        self._planner.record_answer(planned, plan)
 
 
 def measure(

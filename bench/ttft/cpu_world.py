@@ -29,7 +29,7 @@ from kvweave.fuse.selectors.strategies import NAMES, open_strategy
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
-from kvweave.plan.inputs import PromptShape
+from kvweave.plan.plan import PromptShape
 from kvweave.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 320

@@ -15,9 +15,7 @@ from common.counting_owner import CountingOwner
 from kvweave.fuse.request import budget
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest
+from kvweave.plan.plan import Plan, PlanRequest, PromptShape, Stored, Verdict
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink, link_name
 from kvweave.reasons import Reason
@@ -168,8 +166,9 @@ class Case:
         rows, total = question + budget(tokens, ratio), self._profile.prefill.ys[0]
         loads = {self._link: self._bytes}
         costs = self._planner.costs
-        loaded = costs.loaded(tokens, loads)
-        return costs.fused(StrategyInfo(mode), rows, total, question, loaded).seconds
+        loaded = costs.load_set(tokens, loads)
+        rows_s = costs.profile.recompute.at(total, rows)
+        return costs.fused_price(StrategyInfo(mode), rows_s, total, question, loaded).seconds
 
     def _cell(self, mode: str) -> Cell:
         return self._full if mode == "full" else self._runs[mode]
@@ -181,7 +180,7 @@ class Case:
             return
         speed = self._runs[mode]["stages_ms"]["read_gb_s"] * 1e9
         self._profile.links[self._link].observe(self._bytes, self._bytes / speed)
-        self._planner.took(plan, took_s)
+        self._planner.learn_load(plan, took_s)
 
     def _share(self) -> float:
         return self._planner.costs.shares_at(self._now_s)[self._link]

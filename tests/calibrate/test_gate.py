@@ -19,7 +19,7 @@ from kvweave.calibrate.gate import (
     worst_cells,
 )
 from kvweave.calibrate.profiles import load_profile
-from kvweave.plan.inputs import PromptShape
+from kvweave.plan.plan import PromptShape
 from kvweave.reasons import Reason
 
 PACKAGED = Path(gate_module.__file__).parent / "packaged"

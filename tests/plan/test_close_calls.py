@@ -1,6 +1,6 @@
 import pytest
 
-from kvweave.plan.close_calls import CloseCalls
+from kvweave.plan.recent_requests import CloseCalls
 
 
 def test_calibration_is_believed_until_answers_were_seen() -> None:

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.hits import find_hits
+from kvweave.plan.hits import FusedLowerBound, find_hits, too_slow_links, unhidden_links
 from kvweave.plan.layout import lay_out
-from kvweave.plan.load_or_compute import FusedLowerBound, too_slow_links, unhidden_links
 from kvweave.plan.options import Candidate, price_fused
 from kvweave.plan.plan import Option
 from kvweave.plan.profile import Grid, MachineProfile, TierLink

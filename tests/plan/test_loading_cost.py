@@ -140,7 +140,7 @@ def test_a_price_that_is_too_low_is_corrected_after_two_requests() -> None:
     for _ in range(2):
         plan = planner.plan(request)
         assert fused(plan)
-        planner.took(plan, 1.5)
+        planner.learn_load(plan, 1.5)
     corrected = planner.plan(request)
     assert not fused(corrected)
     assert why(corrected, "fused epic") is not Reason.CHEAPEST
@@ -151,20 +151,20 @@ def test_a_tier_that_was_shut_out_is_tried_again_and_stays_if_it_recovered() -> 
     now_s = 0.0
     planner = replace(planner, now_s=lambda: now_s)
     for _ in range(WINDOW):
-        planner.took(planner.plan(request), 1.5)
+        planner.learn_load(planner.plan(request), 1.5)
     for _ in range(7):
         now_s += 0.9 * FORGET_S
         assert not fused(planner.plan(request)), "not before something is forgotten"
         now_s += 0.2 * FORGET_S
         plan = planner.plan(request)
         assert fused(plan), "then one request tries"
-        planner.took(plan, 1.5)
+        planner.learn_load(plan, 1.5)
         assert not fused(planner.plan(request)), "and the next ones know"
     now_s += 9 * FORGET_S
     for _ in range(9):
         plan = planner.plan(request)
         assert fused(plan)
-        planner.took(plan, 0.15)
+        planner.learn_load(plan, 0.15)
     assert plan.chosen.predicted_s == pytest.approx(0.15, rel=0.2)
 
 
@@ -173,7 +173,7 @@ def test_what_a_request_pays_for_one_codec_is_none_of_anothers() -> None:
     stored = {n: c._replace(codec="int8") for n, c in on_disk(*names).items()}
     planner = make_planner(stored=stored, links={"disk/int8": 6e6, "disk/raw": 6e6})
     for _ in range(2):
-        planner.took(planner.plan(ask(*names)), 1.5)
+        planner.learn_load(planner.plan(ask(*names)), 1.5)
     links = planner.costs.profile.links
     assert len(links["disk/int8"].paid.shares) == 2
     assert not links["disk/raw"].paid.shares
@@ -181,7 +181,7 @@ def test_what_a_request_pays_for_one_codec_is_none_of_anothers() -> None:
 
 def test_a_plan_that_loads_nothing_teaches_nothing() -> None:
     planner = make_planner()
-    planner.took(planner.plan(ask("a300")), 99.0)
+    planner.learn_load(planner.plan(ask("a300")), 99.0)
     assert not any(link.paid.shares for link in planner.costs.profile.links.values())
 
 

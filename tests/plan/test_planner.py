@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from kvweave.kv.tree import ChunkRef, KnowledgeTree, TreeConfig
 from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import StrategyInfo
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
 from kvweave.plan.ordering import OrderPermission
-from kvweave.plan.plan import PlanRequest, PredictionCheck, SpanKind
+from kvweave.plan.plan import PlanRequest, PredictionCheck, PromptShape, SpanKind, Stored, Verdict
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 from worlds.plan import (
@@ -402,7 +400,7 @@ def test_a_path_that_comes_back_is_computed_once_it_pays_and_the_plan_says_so() 
     for _ in range(20):
         plan = planner.plan(request)
         chosen.append(plan.chosen)
-        planner.finished(request, plan)
+        planner.record_answer(request, plan)
         if plan.chosen.reason is Reason.RETURNS:
             break
     fused_s, exact_s = chosen[0].predicted_s, chosen[-1].predicted_s
@@ -450,12 +448,12 @@ def test_close_calls_that_are_seen_end_fusing_and_it_is_tried_again_later() -> N
     for turn in range(40):
         # other paths: what comes back is computed once, which is another reason
         other = ask(f"x{turn}")
-        planner.finished(other, replace(first, order=other.chunks), was_close=turn % 4 > 0)
+        planner.record_answer(other, replace(first, order=other.chunks), was_close=turn % 4 > 0)
     exact = planner.plan(request)
     assert exact.strategy is None
     for turn in range(200):
         other = ask(f"y{turn}")
-        planner.finished(other, replace(exact, order=other.chunks))
+        planner.record_answer(other, replace(exact, order=other.chunks))
     assert planner.plan(request).strategy == "epic"
 
 
@@ -477,7 +475,7 @@ def test_what_returned_of_a_fused_path_is_what_should_be_computed_in_idle_time()
     first, second = ask("a300", "b300"), ask("a300", "c300")
     plan = planner.plan(first)
     assert planner.num_returned(first, plan) == 0
-    planner.finished(first, plan)
+    planner.record_answer(first, plan)
     assert planner.num_returned(second, planner.plan(second)) == 1
     assert planner.num_returned(first, planner.plan(first)) == 2
     exact = make_planner(gate=OpenGate()).plan(first)

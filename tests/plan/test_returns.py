@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
+from kvweave.plan.recent_requests import PathReturns, TurnShare, is_worth_computing
 from kvweave.types import ChunkId
 
 
@@ -24,7 +24,7 @@ def test_a_path_is_counted_by_its_order_and_not_by_its_chunks() -> None:
 def test_what_came_back_is_the_longest_common_beginning() -> None:
     returns = PathReturns()
     returns.push(path("abc"))
-    assert [returns.returned(path(text)) for text in ("abc", "abd", "bac", "abcd", "")] == [
+    assert [returns.num_known_parts(path(text)) for text in ("abc", "abd", "bac", "abcd", "")] == [
         3, 2, 0, 3, 0,
     ]  # fmt: skip
 
@@ -35,7 +35,7 @@ def test_old_requests_are_forgotten() -> None:
         returns.push(path(text))
     assert returns.count(path("ab")) == 0
     assert returns.count(path("c")) == 2
-    assert returns.returned(path("a")) == 0
+    assert returns.num_known_parts(path("a")) == 0
 
 
 @pytest.mark.parametrize(

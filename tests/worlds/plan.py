@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
-from kvweave.plan.plan import Plan, PlanRequest
+from kvweave.plan.plan import Plan, PlanRequest, PromptShape, Stored, Verdict
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.reasons import Reason
@@ -78,8 +76,9 @@ def price_fused(
     loads: Mapping[str, int],
 ) -> Price:
     """`rows` of `total` tokens computed; `hit_tokens` come as `loads` bytes per link."""
-    loaded = costs.loaded(hit_tokens, loads, strategy.extra_bytes_per_token)
-    return costs.fused(strategy, rows, total, question, loaded)
+    loaded = costs.load_set(hit_tokens, loads, strategy.extra_bytes_per_token)
+    rows_s = costs.profile.recompute.at(total, rows)
+    return costs.fused_price(strategy, rows_s, total, question, loaded)
 
 
 def kinds(plan: Plan) -> list[str]:

@@ -94,23 +94,9 @@ class CostModel:
         if not loads:
             return Price(compute_s, compute_s, None)
         least_s, waits_for = self.pipe(loads).done(0.0, compute_s)
-        return self._paid(least_s, compute_s, waits_for, self.slowest(loads))
+        return self._price_with_load(least_s, compute_s, waits_for, self.slowest(loads))
 
-    def fused(
-        self,
-        strategy: StrategyInfo,
-        rows: int,
-        total: int,
-        question: int,
-        loaded: LoadSet,
-    ) -> Price:
-        """`rows` of `total` tokens computed, the rest taken from `loaded`, which has what the
-        strategy reads beside the layers among its bytes."""
-        return self.fused_in(
-            strategy, self.profile.recompute.at(total, rows), total, question, loaded
-        )
-
-    def fused_in(
+    def fused_price(
         self,
         strategy: StrategyInfo,
         recompute_s: float,
@@ -118,30 +104,32 @@ class CostModel:
         question: int,
         loaded: LoadSet,
     ) -> Price:
-        """As `fused`, where it is known what computing the rows takes."""
+        """Price a prompt of `total` tokens of which some rows are computed in `recompute_s`, and
+        the rest is taken from `loaded`, which has what the strategy reads beside the layers among
+        its bytes."""
         profile = self.profile
         compute_s = recompute_s
         if strategy.full_width_layers:
             compute_s += self.full_width_s(strategy, total)
-        asked_s, work_s = 0.0, compute_s
+        probed_s, work_s = 0.0, compute_s
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)
-            asked_s += probe_s
+            probed_s += probe_s
             work_s += probe_s
-        start_s, evidence_s, slow = asked_s, 0.0, None
+        start_s, evidence_s, slow = probed_s, 0.0, None
         if strategy.waits_for_all or strategy.selection_bytes_per_token:
             evidence_s, slow = self._evidence(strategy, loaded)
-            if evidence_s > asked_s:
+            if evidence_s > probed_s:
                 start_s = evidence_s
         if strategy.score_s_per_token:
             score_s = strategy.score_s_per_token * loaded.num_tokens
             start_s += score_s
             work_s += score_s
         least_s, waits_for = loaded.pipe.done(start_s, compute_s)
-        if strategy.waits_for_all and evidence_s > asked_s:
+        if strategy.waits_for_all and evidence_s > probed_s:
             waits_for = slow
-        return self._paid(least_s, work_s, waits_for, loaded.slowest)
+        return self._price_with_load(least_s, work_s, waits_for, loaded.slowest)
 
     def full_width_s(self, strategy: StrategyInfo, total: int) -> float:
         """Computing the layers that all tokens run through."""
@@ -153,7 +141,7 @@ class CostModel:
         far as those did not tell, what the ones that were alone did."""
         shares = {}
         for name, link in self.profile.links.items():
-            share = link.paid.share(_unchecked(name), now_s)
+            share = link.paid.share(_default_share(name), now_s)
             shares[name] = link.paid_beside.share(share, now_s) if busy else share
         return shares
 
@@ -162,11 +150,11 @@ class CostModel:
         not travel."""
         return link == DEVICE or self.profile.link(link) is not None
 
-    def loaded(
+    def load_set(
         self, hit_tokens: int, loads: Mapping[str, int], extra_bytes_per_token: float = 0.0
     ) -> LoadSet:
-        """Some hits and how they come, for `fused`. Of their bytes so many are no part of a layer
-        and come before all of them."""
+        """Return some hits and how they come, for `fused_price`. Of their bytes so many are no part
+        of a layer and come before all of them."""
         pipe = self.pipe(loads, extra_bytes_per_token * hit_tokens)
         return LoadSet(hit_tokens, loads, sum(loads.values()), self.slowest(loads), pipe)
 
@@ -199,7 +187,7 @@ class CostModel:
         share = self.shares.get(name)
         if share is None:
             share = self.shares.get(tier_of(name))
-        return load_s, _unchecked(name) if share is None else share
+        return load_s, _default_share(name) if share is None else share
 
     def slowest(self, loads: Mapping[str, int]) -> SlowestLoad | None:
         """The load that is paid for longest: tiers load together. None: nothing is loaded."""
@@ -211,7 +199,7 @@ class CostModel:
                     found = SlowestLoad(name, load_s, share, share * load_s)
         return found
 
-    def _paid(
+    def _price_with_load(
         self, least_s: float, work_s: float, waits_for: str | None, slowest: SlowestLoad | None
     ) -> Price:
         """The price of what overlaps here, from that of perfect overlap."""
@@ -244,6 +232,6 @@ class CostModel:
         return arrived_s, None
 
 
-def _unchecked(link: str) -> float:
+def _default_share(link: str) -> float:
     """Copies from host memory need no thread of the host: they are hidden until seen otherwise."""
     return 0.0 if tier_of(link) == HOST else UNCHECKED

@@ -4,28 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE, HOST, ChunkRef, Match, Node
-from kvweave.plan.plan import Span, SpanKind
-from kvweave.plan.profile import link_name
+from kvweave.plan.plan import Span, SpanKind, Stored
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
-
-
-class Stored(NamedTuple):
-    """Chunk KV that some tier has."""
-
-    variant: str  # encoding context it was computed in
-    tier: str
-    size_bytes: int  # of a load that wants nothing beside the layers
-    exact_when_first: bool = False  # computed right behind the preamble
-    rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
-    has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
-    codec: str = ""  # how its bytes are written; "" if that does not matter
-    never_first: bool = False  # a chunk right behind the preamble does without it: it is computed
-
-    @property
-    def link(self) -> str:
-        """The link that its bytes come over."""
-        return link_name(self.tier, self.codec) if self.codec else self.tier
 
 
 class Layout(NamedTuple):
@@ -70,8 +51,8 @@ class Layout(NamedTuple):
     def all_computed(self) -> tuple[Span, ...]:
         """Full prefill."""
         reason = Reason.FULL_IS_FASTER
-        spans = [computed(self.preamble, Reason.ALWAYS)]
-        spans.extend(computed(span, reason) for span in self.path)
+        spans = [as_computed(self.preamble, Reason.ALWAYS)]
+        spans.extend(as_computed(span, reason) for span in self.path)
         start = self.preamble.num_tokens + sum(span.num_tokens for span in self.path)
         for place, chunk in enumerate(self.behind):
             spans.append(self.computed_part(place, start, reason, True))
@@ -94,21 +75,13 @@ def lay_out(
     be stored, and what was said. None of them is exact from the store, nor is what stands behind.
     """
     start = root.num_tokens
-    # no chunk, though it may be one of the tree's
-    preamble = _exact(root, 0, None, False, can_load) if match.num_tokens >= start else None
-    path: list[Span] = []
-    for node in match.nodes if preamble is not None else ():
-        name = node.chunk_id if node.depth else None
-        span = _exact(node, start, name, len(path) < num_history, can_load)
-        if span is None:
-            break
-        path.append(span)
-        start += node.num_tokens
-    exact_tokens = start
-    if preamble is None:
-        exact_tokens = 0
-        missing = Reason.NOT_STORED
-        preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
+    exact = _exact_path(root, match, num_history, can_load)
+    path = exact[1:]
+    exact_tokens = sum(span.num_tokens for span in exact)
+    missing = Reason.NOT_STORED
+    preamble = Span(SpanKind.COMPUTED, 0, start, None, missing, exact_after=True)
+    if exact:
+        preamble, start = exact[0], exact_tokens
     behind = tuple(chunks[len(path) :])
     total = start + sum([chunk.num_tokens for chunk in behind]) + question_tokens
     found: list[Sequence[Stored]] = [stored.get(chunk.id, ()) for chunk in behind]
@@ -121,7 +94,7 @@ def lay_out(
             first = _first(behind[0], start, in_front, can_load)
     return Layout(
         preamble,
-        tuple(path),
+        path,
         behind,
         tuple(found),
         question_tokens,
@@ -131,6 +104,25 @@ def lay_out(
         exact_tokens,
         is_new_in_front,
     )
+
+
+def _exact_path(
+    root: Node, match: Match, num_history: int, can_load: Callable[[str], bool]
+) -> tuple[Span, ...]:
+    """Return preamble and matched nodes as spans, up to the first that cannot be loaded."""
+    if match.num_tokens < root.num_tokens:
+        return ()
+    spans: list[Span] = []
+    start = 0
+    for node in (root, *match.nodes):  # the root is no chunk, though it may be one of the tree's
+        name = node.chunk_id if spans and node.depth else None
+        in_history = 0 < len(spans) <= num_history
+        span = _exact(node, start, name, in_history, can_load)
+        if span is None:
+            break
+        spans.append(span)
+        start += node.num_tokens
+    return tuple(spans)
 
 
 def _first(
@@ -171,8 +163,8 @@ def _exact(
     return Span(kind, start, size, name, reason, tier, load_bytes, "", "", in_history, True)
 
 
-def computed(span: Span, reason: Reason) -> Span:
-    """The same tokens, computed instead. Behind an exact prefix that is exact too."""
+def as_computed(span: Span, reason: Reason) -> Span:
+    """Return a span with its tokens computed. Behind an exact prefix that is exact too."""
     return span._replace(
         kind=SpanKind.COMPUTED,
         reason=reason,

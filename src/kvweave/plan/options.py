@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvweave.plan.cost import CostModel, Price, StrategyInfo
 from kvweave.plan.hits import StoredHits, loaded_without, loads_of, num_rows, work_of
-from kvweave.plan.layout import Layout, computed
+from kvweave.plan.layout import Layout, as_computed
 from kvweave.plan.plan import Option, Span, SpanKind
 from kvweave.reasons import Reason
 
@@ -33,30 +33,33 @@ def price_prefix(costs: CostModel, layout: Layout) -> list[Candidate]:
     exact.extend(layout.path)
     if layout.first is not None and layout.first.kind is SpanKind.EXACT:
         exact.append(layout.first)
-    on_device = 1  # without the preamble it would be full prefill
-    while on_device < len(exact) and not exact[on_device].load_bytes:
-        on_device += 1
-    best: tuple[Price, int, int, int] | None = None
-    if on_device == len(exact):  # nothing to load, nothing to cut
-        tokens = sum([span.num_tokens for span in exact])
-        best = (costs.prefix(tokens, layout.total, {}), on_device, tokens, 0)
-    for end in range(on_device, len(exact) + 1) if best is None else ():  # cut anywhere
-        kept = exact[:end]
-        tokens = sum([span.num_tokens for span in kept])
-        loads = loads_of(kept)
-        price = costs.prefix(tokens, layout.total, loads)
-        if best is None or price.seconds <= best[0].seconds:
-            best = (price, end, tokens, sum(loads.values()))
-    assert best is not None, "the part on the device is always a choice"
-    price, end, tokens, load_bytes = best
+    price, end = _best_end(costs, layout, exact)
+    tokens = sum([span.num_tokens for span in exact[:end]])
+    load_bytes = sum([span.load_bytes for span in exact[:end]])
     rows = layout.total - tokens
     option = Option("prefix", price.seconds, rows, load_bytes, Reason.CHEAPEST, load=price.load)
     return [Candidate(option, lambda: _prefix_spans(layout, exact[:end]))]
 
 
+def _best_end(costs: CostModel, layout: Layout, exact: Sequence[Span]) -> tuple[Price, int]:
+    """Return how many of the exact spans to take, which may be cut anywhere, and the price."""
+    on_device = 1  # without the preamble it would be full prefill
+    while on_device < len(exact) and not exact[on_device].load_bytes:
+        on_device += 1
+    best: tuple[Price, int] | None = None
+    for end in range(on_device, len(exact) + 1):
+        kept = exact[:end]
+        tokens = sum([span.num_tokens for span in kept])
+        price = costs.prefix(tokens, layout.total, loads_of(kept))
+        if best is None or price.seconds <= best[0].seconds:
+            best = price, end
+    assert best is not None, "the part on the device is always a choice"
+    return best
+
+
 def _prefix_spans(layout: Layout, kept: Sequence[Span]) -> tuple[Span, ...]:
     spans = list(kept)
-    spans.extend(computed(span, Reason.TIER_TOO_SLOW) for span in layout.path[len(kept) - 1 :])
+    spans.extend(as_computed(span, Reason.TIER_TOO_SLOW) for span in layout.path[len(kept) - 1 :])
     start = sum(span.num_tokens for span in spans)
     skip = 1 if kept and kept[-1].reason is Reason.FIRST else 0
     for place in range(skip, len(layout.behind)):
@@ -82,13 +85,14 @@ def price_fused(
     paid = ratio * strategy.depth  # a row that leaves early is paid for as a part of one
     total, question = layout.total, layout.question_tokens
     computed_hits, loaded, recompute_s = work_of(costs, hits, total, paid)
-    best = costs.fused_in(strategy, recompute_s, total, question, loaded)
+    best = costs.fused_price(strategy, recompute_s, total, question, loaded)
     if best.waits_for is not None and (best.load is None or best.load.share < 1):
 
         def price(computed_hits: frozenset[int]) -> Price:
             """With these hits computed instead of loaded."""
             loaded = loaded_without(costs, hits, computed_hits)
-            return costs.fused(strategy, num_rows(hits, loaded, paid), total, question, loaded)
+            rows_s = costs.profile.recompute.at(total, num_rows(hits, loaded, paid))
+            return costs.fused_price(strategy, rows_s, total, question, loaded)
 
         computed_hits, best = _computed_instead(price, best, hits.links, computed_hits)
         loaded = loaded_without(costs, hits, computed_hits)

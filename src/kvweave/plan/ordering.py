@@ -10,7 +10,7 @@ Only chunks move. The preamble, the history and the question stay where they are
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -42,35 +42,36 @@ class OrderPermission(StrEnum):
 
 
 class AccessTable:
-    """How many of the last requests retrieved each chunk. Not thread-safe; below 1 MB."""
+    """How many of the last requests had each name, such as that of a chunk that they retrieved. Not
+    thread-safe; below 1 MB where names are those of chunks."""
 
     def __init__(self, window: int = WINDOW) -> None:
         if window < 1:
             raise ConfigError(f"AccessTable.window must be at least 1 request, got {window}")
         self._window = window
-        self._requests: deque[frozenset[ChunkId]] = deque()
-        self._counts: Counter[ChunkId] = Counter()
+        self._requests: deque[frozenset[Hashable]] = deque()
+        self._counts: Counter[Hashable] = Counter()
 
-    def push(self, chunk_ids: Collection[ChunkId]) -> None:
-        """A request was answered. After it, not before: its own order used the old counts."""
-        request = frozenset(chunk_ids)
+    def push(self, names: Iterable[Hashable]) -> None:
+        """Count an answered request. Not before its answer: its order used the old counts."""
+        request = frozenset(names)
         self._requests.append(request)
         self._counts.update(request)
         if len(self._requests) > self._window:
-            for chunk_id in self._requests.popleft():
-                self._counts[chunk_id] -= 1
-                if not self._counts[chunk_id]:
-                    del self._counts[chunk_id]
+            for name in self._requests.popleft():
+                self._counts[name] -= 1
+                if not self._counts[name]:
+                    del self._counts[name]
 
-    def count(self, chunk_id: ChunkId) -> int:
-        return self._counts.get(chunk_id, 0)  # Counter's own default is slow
+    def count(self, name: Hashable) -> int:
+        return self._counts.get(name, 0)  # Counter's own default is slow
 
     def rank(self, chunk: ChunkRef) -> int:
-        """Lowest for what is retrieved most, in powers of two."""
-        return -self._counts.get(chunk.id, 0).bit_length()
+        """Return the sort key of a chunk: lowest for what is retrieved most, in powers of two."""
+        return -self.count(chunk.id).bit_length()
 
     def __len__(self) -> int:
-        """Chunks with a count."""
+        """Return how many names have a count."""
         return len(self._counts)
 
 
@@ -166,47 +167,53 @@ def choose_order(
     rules: OrderRules,
     worth: OrderWorth,
 ) -> Ordering:
-    """The order to use: the given one unless another clearly matches more exact tokens and costs
-    no more.
+    """Return the order to use: the given one unless another clearly matches more exact tokens and
+    costs no more.
 
     `root` is where the chunks begin: the preamble's node, or that of the history's last part.
     """
-    exact_tokens, costs_more = worth.exact_tokens, worth.costs_more
     given = tuple(chunks)
-    given_tokens = exact_tokens(given)
+    given_tokens = worth.exact_tokens(given)
     kept = Ordering(given, given_tokens, given_tokens, "given")
     if rules.permission is OrderPermission.AS_FOUND or len(given) < 2:
         return kept
-    candidates = [
-        ("tree", tree_order(root, given)),
-        ("frequency", frequency_order(given, table)),
-    ]
+    chosen = _longest_match(root, kept, table, worth)
+    if not rules.common_tail:
+        return chosen
+    stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
+    order = frequency_order(chosen.chunks, table, stays)
+    if order == chosen.chunks:
+        return chosen
+    if worth.costs_more is not None and worth.costs_more(order, given):
+        return chosen
+    how = "frequency" if chosen is kept else chosen.how
+    return Ordering(order, worth.exact_tokens(order), given_tokens, how)
+
+
+def _longest_match(root: Node, kept: Ordering, table: AccessTable, worth: OrderWorth) -> Ordering:
+    """Return the order that matches most exact tokens, or `kept`, the given one, unless that is a
+    clear gain and costs no more."""
+    given = kept.chunks
+    candidates = [("tree", tree_order(root, given)), ("frequency", frequency_order(given, table))]
     firsts = [chunk for chunk in given if chunk.id in worth.exact_when_first]
     if firsts:
         first = max(firsts, key=lambda chunk: chunk.num_tokens)
         candidates.append(("first hit", (first, *[c for c in given if c is not first])))
     best = kept
     for how, order in candidates:
-        tokens = exact_tokens(order)
+        tokens = worth.exact_tokens(order)
         if tokens > best.exact_tokens:
-            best = Ordering(order, tokens, given_tokens, how)
+            best = Ordering(order, tokens, kept.given_tokens, how)
     total = sum(chunk.num_tokens for chunk in given)
-    gain = best.exact_tokens - given_tokens
-    chosen = best if gain >= max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total) else kept
-    if chosen is not kept and costs_more is not None and costs_more(best.chunks, given):
-        chosen = kept
-    if not rules.common_tail:
-        return chosen
-    stays = max(_num_matched(root, chosen.chunks), int(chosen.how == "first hit"))
-    order = frequency_order(chosen.chunks, table, stays)
-    if order != chosen.chunks and costs_more is not None and costs_more(order, given):
-        return chosen
-    how = chosen.how if order == chosen.chunks or chosen is not kept else "frequency"
-    return Ordering(order, exact_tokens(order), given_tokens, how)
+    gain = best.exact_tokens - kept.given_tokens
+    if gain < max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * total):
+        return kept
+    too_dear = worth.costs_more is not None and worth.costs_more(best.chunks, given)
+    return kept if too_dear else best
 
 
 def _num_matched(node: Node, chunks: Sequence[ChunkRef]) -> int:
-    """Leading chunks that are in the tree."""
+    """Return how many leading chunks are in the tree."""
     for num, chunk in enumerate(chunks):
         child = node.children.get(chunk.id)
         if child is None:

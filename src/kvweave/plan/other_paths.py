@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import Node
-from kvweave.plan.inputs import ReadableTree
+from kvweave.plan.plan import ReadableTree
 from kvweave.types import ChunkId
 
 

@@ -1,14 +1,21 @@
-"""The decision for one request, as data: spans, prices, reasons. Frozen; a wish until leased."""
+"""What a planner reads and what it says, as data.
 
+It reads the knowledge tree, the chunk store and the gate; what it reads may be stale as soon as it
+is read: the engine checks a plan when it admits the request. It says what to do with each span of
+the prompt, at what price, and why. A plan is frozen, and holds nothing until the engine leases it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvweave.config import QualitySettings
-from kvweave.kv.tree.node import ChunkRef
+from kvweave.kv.tree.node import ChunkRef, Match, Node
 from kvweave.plan.cost import StrategyInfo
 from kvweave.plan.loading_cost import Load
 from kvweave.plan.ordering import OrderPermission
+from kvweave.plan.profile import link_name
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
@@ -108,3 +115,70 @@ class Decision:
 
     plan: Plan
     judged: PredictionCheck
+
+
+class Stored(NamedTuple):
+    """Chunk KV that some tier has."""
+
+    variant: str  # encoding context it was computed in
+    tier: str
+    size_bytes: int  # of a load that wants nothing beside the layers
+    exact_when_first: bool = False  # computed right behind the preamble
+    rounded: bool = False  # by a lossy codec: good where the gate lets fused KV in, never exact
+    has: frozenset[str] = frozenset()  # what lies beside it, such as "anchors"
+    codec: str = ""  # how its bytes are written; "" if that does not matter
+    never_first: bool = False  # a chunk right behind the preamble does without it: it is computed
+
+    @property
+    def link(self) -> str:
+        """The link that its bytes come over."""
+        return link_name(self.tier, self.codec) if self.codec else self.tier
+
+
+class ReadableTree(Protocol):
+    """Exact KV behind one preamble, its root. Reading changes nothing.
+
+    The engine thread may change a node between any two reads of it. So readers follow its
+    dictionaries by single operations (`get`, `in`, `keys() & …`) and never loop over one.
+    """
+
+    @property
+    def root(self) -> Node: ...
+    def match(self, chunk_ids: Sequence[ChunkId]) -> Match: ...
+    def match_tokens(self, chunks: Sequence[ChunkRef]) -> int: ...
+
+
+# Says where chunk KV lies, without touching it; a chunk of which nothing is stored may be missing.
+# Called on the planning thread; must not block.
+ChunkPeek = Callable[[Sequence[ChunkId]], Mapping[ChunkId, Sequence[Stored]]]
+
+
+class PromptShape(NamedTuple):
+    """What the price of a shortcut depends on, of one prompt."""
+
+    num_tokens: int
+    num_chunks: int  # that might be fused, those of earlier turns among them
+    has_history: bool = False
+    num_said_tokens: int = 0  # of the history, in what cannot be fused
+
+
+class Verdict(NamedTuple):
+    """What calibration says about a strategy under a bound."""
+
+    ratio: float | None  # smallest that passes; None: none does
+    reason: Reason = Reason.BOUND_NOT_MET  # why none does
+    # ratios that calibration allows and that are not taken
+    passed: tuple[tuple[float, Reason], ...] = ()
+    close: float = 0.0  # share of answers that turn out close calls and are computed exactly, too
+    close_call: float = 0.0  # nats: a first token that leads by less is one; 0: none is
+
+
+class Gate(Protocol):
+    """The calibration of this model."""
+
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict: ...
+
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        """Whether chunks may stand in another order than they were found in: ratio 0 if that was
+        measured to cost no more than the bound, else None."""
+        ...

@@ -6,7 +6,7 @@ before (`dedup.py`). It reads and never changes; the engine makes the plan true.
 microseconds, no torch.
 
 What is fused, and whether a model was calibrated for it, comes from outside as plain data:
-`StrategyInfo` per strategy and a `Gate`. Without them the planner serves exact KV only.
+`StrategyInfo` per strategy and a `Gate`.
 """
 
 import time
@@ -14,13 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvweave.kv.tree.node import ChunkRef
-from kvweave.plan.close_calls import CloseCalls
 from kvweave.plan.cost import CostModel
-from kvweave.plan.inputs import ChunkPeek, ClosedGate, Gate, PromptShape, ReadableTree
-from kvweave.plan.layout import Stored
 from kvweave.plan.options import Candidate
 from kvweave.plan.ordering import AccessTable, OrderPermission
-from kvweave.plan.plan import Option, Plan, PlanRequest
+from kvweave.plan.plan import (
+    ChunkPeek,
+    Gate,
+    Option,
+    Plan,
+    PlanRequest,
+    PromptShape,
+    ReadableTree,
+    Stored,
+)
 from kvweave.plan.pricing import (
     AllowedStrategy,
     PlanFacts,
@@ -29,7 +35,7 @@ from kvweave.plan.pricing import (
     price_of,
     with_computed,
 )
-from kvweave.plan.returns import PathReturns, TurnShare, is_worth_computing
+from kvweave.plan.recent_requests import CloseCalls, PathReturns, TurnShare, is_worth_computing
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
@@ -44,7 +50,8 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Plans requests of one model and preamble. `plan` is pure; `finished` and `took` learn.
+    """Plans requests of one model and preamble. `plan` is pure; `record_answer` and `learn_load`
+    learn.
 
     For any one thread at a time: the caller brings the lock. The engine thread changes tree and
     store meanwhile, so what a plan read of them may be stale when the engine gets it; the engine
@@ -54,7 +61,7 @@ class Planner:
     tree: ReadableTree
     costs: CostModel
     peek: ChunkPeek
-    gate: Gate = field(default_factory=ClosedGate)
+    gate: Gate
     is_tree_full: Callable[[], bool] = _never  # then chunks that may move share more paths
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
@@ -70,7 +77,7 @@ class Planner:
         chunks = tuple({chunk.id: chunk for chunk in request.chunks}.values())  # each once
         stored = self.peek([part.id for part in (*request.history, *chunks)])
         shape = _shape(request, stored, self.tree.root.num_tokens)
-        allowed, declined = self._allowed(request, shape)
+        allowed, declined = self._ask_gate(request, shape)
         facts = PlanFacts(self.tree, self._current_costs(), stored, allowed)
         permission, order_kept = self._permission(request, shape)
         pricing = RequestPricing(request, chunks, facts, permission)
@@ -119,28 +126,28 @@ class Planner:
         return priced.exact._replace(option=option)
 
     def num_returned(self, request: PlanRequest, plan: Plan) -> int:
-        """Of a fused plan's path, the leading parts that came before or will come again, and that
+        """Return how many leading parts of a fused plan's path came before or will come again, and
         are not exact yet: computed once, they would be. 0: none, or all are exact. Ask before
-        `finished`."""
+        `record_answer`."""
         if plan.strategy is None:
             return 0
         path = [part.id for part in (*request.history, *plan.order)]
         if request.turns or (not request.history and self.turns.is_likely):
             num_returned = len(path)  # the next turn begins with all of this one
         else:  # or with its history alone, where chunks stand in front of the last question only
-            num_returned = max(len(request.history), self.returns.returned(path))
+            num_returned = max(len(request.history), self.returns.num_known_parts(path))
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
-    def finished(self, request: PlanRequest, plan: Plan, *, was_close: bool = False) -> None:
-        """The request was answered. `was_close`: what was fused was thrown away for it."""
+    def record_answer(self, request: PlanRequest, plan: Plan, *, was_close: bool = False) -> None:
+        """Learn from an answered request. `was_close`: what was fused was thrown away for it."""
         self.close_calls.push(None if plan.strategy is None else was_close)
         self.accesses.push([chunk.id for chunk in request.chunks])
         self.turns.push(request.turns > 0)
         self.returns.push([part.id for part in (*request.history, *plan.order)])
 
-    def took(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
-        """A plan was carried out as it says, in so many seconds: what did loading cost? `beside`:
-        while others ran, whose time is not among them."""
+    def learn_load(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
+        """Learn what loading costs from a plan that was carried out as it says, in so many seconds.
+        `beside`: while others ran, whose time is not among them."""
         load = plan.chosen.load
         link = None if load is None else self.costs.profile.link(load.link)
         if load is not None and link is not None:
@@ -163,10 +170,10 @@ class Planner:
         shares = self.costs.shares_at(self.now_s(), self.is_busy())
         return CostModel(self.costs.profile, self.pending_bytes(), shares)
 
-    def _allowed(
+    def _ask_gate(
         self, request: PlanRequest, shape: PromptShape
     ) -> tuple[list[AllowedStrategy], list[Option]]:
-        """What the gate lets through, and why not the others."""
+        """Return what the gate lets through, and the other options with the reason why not."""
         allowed: list[AllowedStrategy] = []
         passed: list[Option] = []
         refused: dict[str, Reason] = {}

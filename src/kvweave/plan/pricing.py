@@ -1,14 +1,13 @@
 """One request, priced: every option in every order that is asked about, and the one to take."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.hits import StoredHits, find_hits
-from kvweave.plan.inputs import ReadableTree
-from kvweave.plan.layout import Layout, Stored, lay_out
-from kvweave.plan.load_or_compute import FusedLowerBound
+from kvweave.plan.hits import FusedLowerBound, StoredHits, find_hits
+from kvweave.plan.layout import Layout, lay_out
 from kvweave.plan.options import Candidate, price_fused, price_prefix
 from kvweave.plan.ordering import (
     AccessTable,
@@ -18,7 +17,7 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
 )
-from kvweave.plan.plan import Option, PlanRequest
+from kvweave.plan.plan import Option, PlanRequest, ReadableTree, Stored
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 
@@ -56,7 +55,7 @@ class PricedOrder(NamedTuple):
 
     def options(self) -> list[Option]:
         """Why each was taken or not, the declined ones last."""
-        return [*[_judged(candidate, self) for candidate in self.candidates], *self.declined]
+        return [*[_with_reason(candidate, self) for candidate in self.candidates], *self.declined]
 
 
 class OrderPricing:
@@ -87,9 +86,8 @@ class OrderPricing:
         self.needed_s = max(MIN_GAIN_SHARE * self.exact_s, MIN_GAIN_S)
         self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
         self._fused: dict[str, Candidate | Reason] = {}
-        self._priced: PricedOrder | None = None
 
-    def fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
+    def fused_candidate(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
         """The best option with this strategy, or why there is none."""
         outcome = self._fused.get(strategy.name)
         if outcome is None:
@@ -108,17 +106,13 @@ class OrderPricing:
             return priced
         return priced._replace(option=priced.option._replace(again_s=close * self.exact_s))
 
+    @cached_property
     def priced(self) -> PricedOrder:
         """Every option, and the cheapest; but an approximation must win clearly, or the best exact
         one is taken."""
-        if self._priced is None:
-            self._priced = self._price()
-        return self._priced
-
-    def _price(self) -> PricedOrder:
         candidates, declined = list(self._exact), []
         for strategy, ratio, *_ in self._facts.allowed:
-            outcome = self.fused(strategy, ratio)
+            outcome = self.fused_candidate(strategy, ratio)
             if isinstance(outcome, Candidate):
                 candidates.append(outcome)
             else:
@@ -188,7 +182,7 @@ class RequestPricing:
         at_least = FusedLowerBound(self._facts.costs, other.layout)
         for strategy, ratio, *_ in self._facts.allowed:
             if at_least.is_below(strategy, ratio, limit_s):
-                outcome = other.fused(strategy, ratio)
+                outcome = other.fused_candidate(strategy, ratio)
                 if isinstance(outcome, Candidate):
                     fused_s = price_of(outcome)
                     if fused_s < limit_s and other.exact_s - fused_s >= other.needed_s:
@@ -210,18 +204,11 @@ class RequestPricing:
         if child is None:  # from the store it may be exact in front all the same
             copies = () if self._request.history else self._facts.stored.get(given[0].id, ())
             return given[0].id in here or not any(copy.exact_when_first for copy in copies)
-        for place, chunk in enumerate(given):
-            if chunk.id not in here:
-                return False
-            following = given[place + 1].id if place + 1 < len(given) else None
-            child = None if following is None else child.children.get(following)
-            if child is None:
-                break
-        return True
+        return _has_leading_path(child, given, here)
 
     def price(self, order: tuple[ChunkRef, ...]) -> PricedOrder:
         """Every option in this order, and the one to take."""
-        return self.at(order).priced()
+        return self.at(order).priced
 
     def at(self, order: tuple[ChunkRef, ...]) -> OrderPricing:
         """The request in this order."""
@@ -243,13 +230,27 @@ class RequestPricing:
         return node
 
 
+def _has_leading_path(
+    node: Node, given: Sequence[ChunkRef], here: Collection[ChunkId | None]
+) -> bool:
+    """Whether all leading chunks of `given` that the tree has, from `node` on, are among `here`."""
+    for place, chunk in enumerate(given):
+        if chunk.id not in here:
+            return False
+        child = node.children.get(given[place + 1].id) if place + 1 < len(given) else None
+        if child is None:
+            return True
+        node = child
+    return True
+
+
 def _rank(candidate: Candidate) -> tuple[float, float]:
     """By price; of equal ones first what hides more of its loading, should the machine let it."""
     price_s, load = price_of(candidate), candidate.option.load
     return price_s, price_s if load is None else load.least_s
 
 
-def _judged(candidate: Candidate, priced: PricedOrder) -> Option:
+def _with_reason(candidate: Candidate, priced: PricedOrder) -> Option:
     if candidate is priced.chosen:
         return candidate.option  # which says that it is the cheapest
     gain_s = price_of(priced.exact) - price_of(candidate)
@@ -262,9 +263,9 @@ def _judged(candidate: Candidate, priced: PricedOrder) -> Option:
 
 def with_computed(options: Sequence[Option], fused: Candidate, taken: Candidate) -> list[Option]:
     """The options of a plan that takes an exact one although `fused` is cheaper this time."""
-    told = fused.option._replace(reason=Reason.DEARER_IN_THE_END)
+    dearer = fused.option._replace(reason=Reason.DEARER_IN_THE_END)
     others = [o for o in options if o.name not in (taken.option.name, fused.option.name)]
-    return [taken.option, *others, told]
+    return [taken.option, *others, dearer]
 
 
 def price_of(candidate: Candidate) -> float:

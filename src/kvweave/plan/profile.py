@@ -16,7 +16,7 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,39 +243,38 @@ def load_profile(path: Path) -> MachineProfile:
 
 
 def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
-    grids = {
-        name: Grid(
-            tuple(saved[name]["xs"]),
-            tuple(saved[name]["ys"]),
-            [[float(s) for s in row] for row in saved[name]["seconds"]],
-        )
-        for name in ("prefill", "recompute")
-    }
-    links = {name: _link_from(link) for name, link in saved["links"].items()}
-    stitch_s = float(saved.get("stitch_s", 0.0))
+    """Return a profile from its JSON object. Raises ValueError, KeyError and TypeError."""
     version = int(saved.get("version", 1))
-    relation, measured_s = float(saved.get("relation", 1.0)), float(saved.get("measured_s", 0.0))
-    if not (math.isfinite(relation) and relation > 0):
-        raise ValueError("the relation of recomputing to prefill is not above 0")
-    times = [s for grid in grids.values() for row in grid.seconds for s in row]
-    speeds = [link.bytes_per_s for link in links.values()]
-    if not all(math.isfinite(s) and s >= 0 for s in (*times, stitch_s, measured_s)):
-        raise ValueError("a time is negative or no number")
-    if not all(math.isfinite(speed) and speed > 0 for speed in speeds):
-        raise ValueError("a speed is not above 0")
-    return MachineProfile(
+    profile = MachineProfile(
         saved["model"],
         saved["device"],
         int(saved["num_layers"]),
-        grids["prefill"],
-        grids["recompute"],
-        links,
-        stitch_s=stitch_s,
+        _grid_from(saved["prefill"]),
+        _grid_from(saved["recompute"]),
+        {name: _link_from(link) for name, link in saved["links"].items()},
+        stitch_s=float(saved.get("stitch_s", 0.0)),
         version=version,
-        relation=relation,
-        measured_s=measured_s,
+        relation=float(saved.get("relation", 1.0)),
+        measured_s=float(saved.get("measured_s", 0.0)),
         heard=Heard(**saved.get("heard", {})) if version == VERSION else Heard(),
     )
+    grids = (profile.prefill, profile.recompute)
+    times = [seconds for grid in grids for row in grid.seconds for seconds in row]
+    _check_numbers((*times, profile.stitch_s, profile.measured_s), "a time")
+    speeds = [link.bytes_per_s for link in profile.links.values()]
+    if not all(math.isfinite(number) and number > 0 for number in (*speeds, profile.relation)):
+        raise ValueError("a speed, or the relation of recomputing to prefill, is not above 0")
+    return profile
+
+
+def _grid_from(saved: Mapping[str, Any]) -> Grid:
+    seconds = [[float(each) for each in row] for row in saved["seconds"]]
+    return Grid(tuple(saved["xs"]), tuple(saved["ys"]), seconds)
+
+
+def _check_numbers(numbers: Iterable[float], name: str) -> None:
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        raise ValueError(f"{name} is negative or no number")
 
 
 def _link_from(saved: Mapping[str, Any]) -> TierLink:
@@ -289,8 +288,7 @@ def _link_from(saved: Mapping[str, Any]) -> TierLink:
 def _paid_from(saved: Mapping[str, Any], name: str) -> PaidShares:
     paid = saved.get(name, {})  # of a profile that was saved before there was any
     shares, at_s = [float(s) for s in paid.get("shares", ())], float(paid.get("at_s", 0.0))
-    if not all(math.isfinite(number) and number >= 0 for number in (*shares, at_s)):
-        raise ValueError("a share of loading, or its time, is negative or no number")
+    _check_numbers((*shares, at_s), "a share of loading, or its time,")
     return PaidShares(shares, at_s)
 
 

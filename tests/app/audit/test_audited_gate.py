@@ -9,7 +9,7 @@ from kvweave.app.audit.audit_log import AuditLog, AuditSubject
 from kvweave.app.audit.audited_gate import AuditedGate
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.calibrate.gate import CLOSE_CALLS
-from kvweave.plan.inputs import PromptShape, Verdict
+from kvweave.plan.plan import PromptShape, Verdict
 from kvweave.reasons import Reason
 
 BOUND = 0.02

@@ -38,9 +38,8 @@ from kvweave.kv.tiers.config import (
     FaultyTierConfig,
 )
 from kvweave.model.decoder import Decoder
-from kvweave.plan.inputs import PromptShape
 from kvweave.plan.loading_cost import UNCHECKED
-from kvweave.plan.plan import Plan, SpanKind
+from kvweave.plan.plan import Plan, PromptShape, SpanKind
 from kvweave.plan.profile import Grid, TierLink, load_profile
 from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvweave.app.audit.audit_log import ENOUGH, AuditLog
 from kvweave.calibrate.gate import CLOSE_CALLS, MAX_FLIPS, Table
-from kvweave.plan.inputs import Gate, PromptShape, Verdict
+from kvweave.plan.plan import Gate, PromptShape, Verdict
 from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)

@@ -201,7 +201,7 @@ class AutoPlanner:
         with self._lock:
             self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
             num_returned = self._planner.num_returned(planned.request, plan)
-            self._planner.finished(planned.request, plan, was_close=was_close)
+            self._planner.record_answer(planned.request, plan, was_close=was_close)
         self._measured.keep_lessons()
         if num_returned:
             self._feeder.feed(prompt, num_returned)

@@ -35,8 +35,7 @@ from kvweave.kv.lookup import Peek, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import StrategyInfo
-from kvweave.plan.inputs import PromptShape, Verdict
-from kvweave.plan.layout import Stored
+from kvweave.plan.plan import PromptShape, Stored, Verdict
 from kvweave.reasons import Reason
 from kvweave.types import ChunkId
 

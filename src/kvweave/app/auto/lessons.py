@@ -48,7 +48,7 @@ class Lessons:
             laid_s = self._machine.stitch_s * _num_placed(record)
             took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)
         beside = timeline.shared or timeline.loading_s > 0  # the latter: it got all of them first
-        self._planner.took(plan, took_s, beside=beside)
+        self._planner.learn_load(plan, took_s, beside=beside)
 
     def move_prices(
         self, strategy: Strategy, record: FuseRecord, actual_s: float, *, beside: bool = False

@@ -11,7 +11,7 @@ from kvweave.app.hosts import LocalModel
 from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
-from kvweave.plan.inputs import PromptShape, Verdict
+from kvweave.plan.plan import PromptShape, Verdict
 from kvweave.reasons import Reason
 
 USUAL = PromptShape(0, USUAL_CHUNKS)  # a prompt of a few chunks, without a history
