@@ -178,7 +178,7 @@ QUOTED = [
     ),
     *quoted(
         "planner.md",
-        ("where a fifth of the requests are", "plan.returns:LIKELY_TURNS == 1 / 5"),
+        ("where a fifth of the requests are", "plan.recent_requests:LIKELY_TURNS == 1 / 5"),
         ("and four such paths wait at a time", "app.auto.path_feeder:MOST == 4"),
         ("The {} prompts used last are kept up", "app.library.kv_behind:MOST_PREAMBLES"),
         ("take half of the model's context at most", "app.answer.asking:HISTORY_SHARE == 2"),
