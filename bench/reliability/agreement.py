@@ -132,7 +132,7 @@ def _chunk_kv(kb: KnowledgeBase, findings: Findings) -> None:
         except TierError as error:
             findings.apart.append(f"chunk KV is damaged: {error}")
             strays.discard(each.key)
-    swept = set(find_tagged(tier, kb.catalogue.gone())) & strays
+    swept = set(find_tagged(tier, kb.catalogue.removals.chunk_ids())) & strays
     findings.kv_for_next_start += len(swept)
     strays -= swept
     findings.back += [f"chunk KV {key.hex()[-12:]} is of a chunk that is no more" for key in strays]

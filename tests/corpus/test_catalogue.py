@@ -59,10 +59,10 @@ def test_a_chunk_twice_in_one_document_counts_twice(catalogue: Catalogue) -> Non
 def test_replacing_a_document_keeps_the_chunks_that_stayed(catalogue: Catalogue) -> None:
     kept, old, new = make_chunk(1), make_chunk(2), make_chunk(3)
     put(catalogue, "a", kept, old)
-    before = catalogue.changes_since(0, 0)
+    before = catalogue.removals.vector_changes(0, 0)
     written = put(catalogue, "a", kept, new)
     assert written == Written((new.id,), (old.id,))
-    changes = catalogue.changes_since(before.generation, int(before.added[-1]))
+    changes = catalogue.removals.vector_changes(before.generation, int(before.added[-1]))
     assert changes.added.tolist() == [3]
     assert changes.removed.tolist() == [2]
 
@@ -96,7 +96,7 @@ def test_vectors_of_unfinished_documents_wait_and_can_be_dropped(catalogue: Cata
     waiting = make_chunk(9)
     catalogue.put_vectors([waiting.id], np.ones((1, 4), np.float32))
     assert catalogue.with_vectors([waiting.id]) == {waiting.id}
-    assert len(catalogue.changes_since(0, 0).added) == 1  # no search can find it
+    assert len(catalogue.removals.vector_changes(0, 0).added) == 1  # no search can find it
     assert catalogue.drop_unused_vectors() == 1
     assert catalogue.with_vectors([waiting.id]) == set()
 
@@ -105,7 +105,7 @@ def test_a_removed_chunk_never_gives_its_vector_id_to_another(catalogue: Catalog
     put(catalogue, "a", make_chunk(1))
     catalogue.remove([DocumentId("a")])
     put(catalogue, "a", make_chunk(1))
-    assert catalogue.changes_since(0, 0).added.tolist() == [2]
+    assert catalogue.removals.vector_changes(0, 0).added.tolist() == [2]
 
 
 def test_a_catalogue_of_schema_one_is_brought_up_to_date(tmp_path: Path) -> None:
@@ -228,6 +228,6 @@ def test_a_chunk_is_found_by_its_places_and_by_how_its_id_begins(catalogue: Cata
     assert catalogue.chunk_at(DocumentId("b"), 2) is None
     assert catalogue.chunk_at(DocumentId("b"), -1) is None
     beginning = shared.id[:8]
-    assert catalogue.named([beginning, "no such"]) == {beginning: (shared.id, "T")}
+    assert catalogue.chunks_by_beginning([beginning, "no such"]) == {beginning: (shared.id, "T")}
     (vector_id,) = [v for v, chunk in catalogue.chunks_after(0, 9) if chunk.id == shared.id]
     assert catalogue.chunks_of_vectors([vector_id])[vector_id] == (shared, "a")

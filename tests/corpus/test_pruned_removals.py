@@ -31,7 +31,7 @@ def remove(kb: KnowledgeBase, title: str) -> None:
 
 def settle(kb: KnowledgeBase) -> None:
     """The KV of all that went is deleted."""
-    kb.catalogue.settle_kv(kb.catalogue.generation())
+    kb.catalogue.removals.settle_kv(kb.catalogue.generation())
 
 
 def num_notes(kb: KnowledgeBase) -> int:
@@ -64,11 +64,11 @@ def test_a_publish_drops_notes_that_are_old_and_no_others(kb: KnowledgeBase) -> 
 
 def test_a_note_stays_while_the_kv_of_what_went_may_be_there(kb: KnowledgeBase) -> None:
     remove(kb, "drain")
-    assert kb.catalogue.prune_removals(keep_s=0) == 0
-    assert kb.catalogue.kv_pending()
+    assert kb.catalogue.removals.prune(keep_s=0) == 0
+    assert kb.catalogue.removals.pending_kv()
     settle(kb)
-    assert kb.catalogue.prune_removals(keep_s=0) == 1
-    assert kb.catalogue.kv_pending() is None
+    assert kb.catalogue.removals.prune(keep_s=0) == 1
+    assert kb.catalogue.removals.pending_kv() is None
 
 
 def test_an_old_note_stays_with_younger_ones_that_came_before_it(kb: KnowledgeBase) -> None:
@@ -77,8 +77,8 @@ def test_an_old_note_stays_with_younger_ones_that_came_before_it(kb: KnowledgeBa
     settle(kb)
     with kb.catalogue.database.transaction() as db:  # its clock was wrong
         db.execute("UPDATE removals SET removed_at = 1 WHERE vector_id = 2")
-    assert kb.catalogue.prune_removals(keep_s=3600) == 0, "who is told by name is told of all"
-    assert kb.catalogue.prune_removals(keep_s=0) == 3
+    assert kb.catalogue.removals.prune(keep_s=3600) == 0, "who is told by name is told of all"
+    assert kb.catalogue.removals.prune(keep_s=0) == 3
 
 
 def test_a_reader_is_told_by_name_as_long_as_there_are_notes(kb: KnowledgeBase) -> None:
@@ -87,7 +87,7 @@ def test_a_reader_is_told_by_name_as_long_as_there_are_notes(kb: KnowledgeBase) 
     remove(kb, "drain")
     settle(kb)
     second = reader.generation()
-    kb.catalogue.prune_removals(keep_s=0)
+    kb.catalogue.removals.prune(keep_s=0)
     remove(kb, "taint")
     assert reader.since(first).chunk_ids is None, "nobody knows any more"
     told = reader.since(second)
@@ -107,7 +107,7 @@ def test_an_index_in_memory_that_slept_too_long_drops_what_went(
     assert asleep.search("drain", 1)[0].chunk.title == "drain"
     remove(kb, "drain")
     settle(kb)
-    kb.catalogue.prune_removals(keep_s=0)
+    kb.catalogue.removals.prune(keep_s=0)
     ingest(kb, [("ingress", "The ingress of a node.")])
     assert "drain" not in [hit.chunk.title for hit in asleep.search("drain", 9)]
     assert asleep.search("ingress", 1)[0].chunk.title == "ingress"
@@ -119,7 +119,7 @@ def test_an_index_file_that_is_older_than_the_notes_is_caught_up(kb: KnowledgeBa
     old = path.read_bytes()
     remove(kb, "drain")
     settle(kb)
-    kb.catalogue.prune_removals(keep_s=0)
+    kb.catalogue.removals.prune(keep_s=0)
     path.write_bytes(old)  # from a backup
     again = KnowledgeBase.open(kb.folder, embedder=WordEmbedder())
     assert "drain" not in [hit.chunk.title for hit in again.search("drain", 9)]
@@ -140,5 +140,5 @@ def test_notes_of_an_older_schema_are_as_old_as_the_day_it_grew(tmp_path: Path) 
         "SELECT removed_at FROM removals"
     ).fetchone()
     assert abs(time.time() - removed_at) < 3600
-    assert catalogue.prune_removals() == 0
+    assert catalogue.removals.prune() == 0
     catalogue.close()

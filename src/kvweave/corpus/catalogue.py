@@ -15,17 +15,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvweave.corpus.database import Database
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.metadata import MetadataFilter, MetadataValue
-from kvweave.corpus.removals import KEEP_S, prune, removed_since
+from kvweave.corpus.removals import Removals, VectorIds
 from kvweave.errors import CorpusDamaged
 from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
-VectorIds = NDArray[np.int64]
 UID = re.compile("[0-9a-f]{32}")
+CHUNK = "chunk_id, title, text, token_ids"  # what a Chunk is made of
+PLACES = "document_chunks JOIN chunks USING (vector_id)"
+# what is wrong → the rows that are, as `problems` counts them
+PROMISES = {
+    "chunks without a vector": "chunks WHERE chunk_id NOT IN (SELECT chunk_id FROM vectors)",
+    "chunks with a wrong use count": "chunks c WHERE num_uses !="
+    " (SELECT count(*) FROM document_chunks d WHERE d.vector_id = c.vector_id)",
+    "chunks that no document uses": "chunks WHERE num_uses < 1",
+    "documents with missing chunks": "documents d WHERE num_chunks !="
+    " (SELECT count(*) FROM document_chunks c WHERE c.document_id = d.document_id)",
+    "metadata without a document": "metadata WHERE"
+    " document_id NOT IN (SELECT document_id FROM documents)",
+    "chunk rows without a document": "document_chunks WHERE"
+    " document_id NOT IN (SELECT document_id FROM documents)",
+}
 AMONG = "(SELECT value FROM json_each(?))"  # a list of any length as one parameter
 # the fields of DocumentInfo
 INFO = (
@@ -61,14 +74,6 @@ class Totals(NamedTuple):
     num_tokens: int  # of distinct chunks
 
 
-class VectorChanges(NamedTuple):
-    """What happened to the set of vectors since an older generation."""
-
-    generation: int  # the state that `added` and `removed` lead to
-    added: VectorIds  # ascending
-    removed: VectorIds | None  # None: too long ago to say; compare all with what is there
-
-
 class Written(NamedTuple):
     """What putting or removing documents did to the chunks."""
 
@@ -83,6 +88,7 @@ class Catalogue:
     def __init__(self, path: Path, *, create: bool = True) -> None:
         """`create`: it is made where it is not there, else CorpusDamaged."""
         self.database = Database(path, create=create)
+        self.removals = Removals(self.database)
 
     @property
     def path(self) -> Path:
@@ -98,131 +104,114 @@ class Catalogue:
     # ── reading ──────────────────────────────────────────────────────────────
 
     def source_fingerprint(self, source: str) -> str | None:
-        """Of the bytes at the last complete ingest; None when it never completed."""
-        row = self._db.execute(
-            "SELECT fingerprint FROM sources WHERE source = ?", (source,)
-        ).fetchone()
+        """The fingerprint of a source's bytes at the last complete ingest; None before one."""
+        row = self._read("SELECT fingerprint FROM sources WHERE source = ?", source).fetchone()
         return None if row is None else str(row[0])
 
     def sources(self) -> list[str]:
-        rows = self._db.execute(
+        rows = self._read(
             "SELECT source FROM documents UNION SELECT source FROM sources ORDER BY 1"
         )
         return [source for (source,) in rows]
 
     def fingerprints(self, source: str) -> dict[DocumentId, str]:
-        """Of the documents that a source has brought so far."""
-        rows = self._db.execute(
-            "SELECT document_id, fingerprint FROM documents WHERE source = ?", (source,)
+        """Fingerprints of the documents that a source has brought so far."""
+        return dict(
+            self._read("SELECT document_id, fingerprint FROM documents WHERE source = ?", source)
         )
-        return {DocumentId(document_id): fingerprint for document_id, fingerprint in rows}
 
     def documents(
         self, after: DocumentId | None = None, limit: int | None = None
     ) -> list[DocumentInfo]:
-        """By source and age: all, or at most `limit` of those behind the document `after`, none if
-        that is not there."""
-        rows = self._db.execute(
+        """Documents by source and age: all, or at most `limit` of those behind the document
+        `after`, none if that is not there."""
+        rows = self._read(
             f"SELECT {INFO} FROM documents WHERE ?1 IS NULL OR (source, added_at, document_id) >"
             " (SELECT source, added_at, document_id FROM documents WHERE document_id = ?1)"
             " ORDER BY source, added_at, document_id LIMIT ?2",
-            (after, -1 if limit is None else limit),
+            after,
+            -1 if limit is None else limit,
         )
         return [_info(row) for row in rows]
 
     def document(self, document_id: DocumentId) -> DocumentInfo | None:
-        row = self._db.execute(
-            f"SELECT {INFO} FROM documents WHERE document_id = ?", (document_id,)
-        ).fetchone()
+        query = f"SELECT {INFO} FROM documents WHERE document_id = ?"
+        row = self._read(query, document_id).fetchone()
         return None if row is None else _info(row)
 
     def places_of(self, chunk_id: ChunkId) -> list[tuple[DocumentId, int]]:
         """The documents that hold a chunk, by id, and the place it has in each."""
-        rows = self._db.execute(
-            "SELECT document_id, ordinal FROM document_chunks JOIN chunks USING (vector_id)"
-            " WHERE chunk_id = ? ORDER BY document_id, ordinal",
-            (chunk_id,),
+        rows = self._read(
+            f"SELECT document_id, ordinal FROM {PLACES} WHERE chunk_id = ? ORDER BY 1, 2", chunk_id
         )
         return [(DocumentId(document_id), ordinal) for document_id, ordinal in rows]
 
     def chunk_at(self, document_id: DocumentId, ordinal: int) -> ChunkId | None:
         """The chunk that stands at some place of a document; None: there is no such place."""
-        row = self._db.execute(
-            "SELECT chunk_id FROM document_chunks JOIN chunks USING (vector_id)"
-            " WHERE document_id = ? AND ordinal = ?",
-            (document_id, ordinal),
-        ).fetchone()
+        query = f"SELECT chunk_id FROM {PLACES} WHERE document_id = ? AND ordinal = ?"
+        row = self._read(query, document_id, ordinal).fetchone()
         return None if row is None else ChunkId(row[0])
 
     def chars_of(self, document_id: DocumentId, chunk_id: ChunkId) -> tuple[int, int] | None:
         """The characters of a document that a chunk covers, [start, end); of several places the
         first. None: it is not there."""
-        row = self._db.execute(
-            "SELECT char_start, char_end FROM document_chunks JOIN chunks USING (vector_id)"
+        row = self._read(
+            f"SELECT char_start, char_end FROM {PLACES}"
             " WHERE document_id = ? AND chunk_id = ? ORDER BY ordinal LIMIT 1",
-            (document_id, chunk_id),
+            document_id,
+            chunk_id,
         ).fetchone()
         return None if row is None else (int(row[0]), int(row[1]))
 
     def num_chunks(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM chunks").fetchone()
+        (count,) = self._read("SELECT count(*) FROM chunks").fetchone()
         return int(count)
 
     def totals(self) -> Totals:
         """Reads every chunk's row: for people, not for the hot path."""
-        row = self._db.execute(
+        row = self._read(
             "SELECT (SELECT count(*) FROM documents), count(*),"
             " coalesce(sum(length(token_ids)), 0) / 4 FROM chunks"
         ).fetchone()
         return Totals(*row)
 
     def document_chunks(self, document_id: DocumentId) -> list[PlacedChunk]:
-        rows = self._db.execute(
-            "SELECT chunk_id, title, text, token_ids, char_start, char_end"
-            " FROM document_chunks JOIN chunks USING (vector_id)"
+        rows = self._read(
+            f"SELECT {CHUNK}, char_start, char_end FROM {PLACES}"
             " WHERE document_id = ? ORDER BY ordinal",
-            (document_id,),
+            document_id,
         )
         return [PlacedChunk(_chunk(row[:4]), row[4], row[5]) for row in rows]
 
     def chunks(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, Chunk]:
-        """Those that exist, by id."""
-        rows = self._db.execute(
-            f"SELECT chunk_id, title, text, token_ids FROM chunks WHERE chunk_id IN {AMONG}",
-            (json.dumps(chunk_ids),),
-        )
-        return {ChunkId(row[0]): _chunk(row) for row in rows}
+        """The chunks of these ids that exist, by id."""
+        query = f"SELECT {CHUNK} FROM chunks WHERE chunk_id IN {AMONG}"
+        return {ChunkId(row[0]): _chunk(row) for row in self._read(query, json.dumps(chunk_ids))}
 
-    def named(self, beginnings: Collection[str]) -> dict[str, tuple[ChunkId, str]]:
+    def chunks_by_beginning(self, beginnings: Collection[str]) -> dict[str, tuple[ChunkId, str]]:
         """Id and title of the chunk whose id begins so, for each that exists; of several the first.
         For a handful of them."""
-        found: dict[str, tuple[ChunkId, str]] = {}
-        for beginning in beginnings:
-            row = self._db.execute(
-                "SELECT chunk_id, title FROM chunks WHERE chunk_id >= ?1 AND chunk_id < ?1 || 'g'"
-                " ORDER BY chunk_id LIMIT 1",  # ids are hexadecimal: g is behind all of them
-                (beginning,),
-            ).fetchone()
-            if row is not None:
-                found[beginning] = (ChunkId(row[0]), str(row[1]))
-        return found
+        query = (  # ids are hexadecimal: g is behind all of them
+            "SELECT chunk_id, title FROM chunks WHERE chunk_id >= ?1 AND chunk_id < ?1 || 'g'"
+            " ORDER BY chunk_id LIMIT 1"
+        )
+        rows = {beginning: self._read(query, beginning).fetchone() for beginning in beginnings}
+        return {beginning: row for beginning, row in rows.items() if row is not None}
 
     def chunk_ids(self) -> list[ChunkId]:
-        return [ChunkId(each) for (each,) in self._db.execute("SELECT chunk_id FROM chunks")]
+        return [chunk_id for (chunk_id,) in self._read("SELECT chunk_id FROM chunks")]
 
-    def known(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        """Which of these exist."""
-        rows = self._db.execute(
-            f"SELECT chunk_id FROM chunks WHERE chunk_id IN {AMONG}", (json.dumps([*chunk_ids]),)
-        )
-        return {ChunkId(chunk_id) for (chunk_id,) in rows}
+    def existing(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+        """The ids among these whose chunks exist."""
+        query = f"SELECT chunk_id FROM chunks WHERE chunk_id IN {AMONG}"
+        return {chunk_id for (chunk_id,) in self._read(query, json.dumps([*chunk_ids]))}
 
     def vectors_of_chunks(self, chunk_ids: Sequence[ChunkId], dim: int) -> dict[ChunkId, Vectors]:
         """The stored vector [D] of each chunk that exists."""
-        rows = self._db.execute(
+        rows = self._read(
             "SELECT chunk_id, vector FROM chunks JOIN vectors USING (chunk_id)"
             f" WHERE chunk_id IN {AMONG}",
-            (json.dumps(chunk_ids),),
+            json.dumps(chunk_ids),
         )
         found = {ChunkId(chunk_id): np.frombuffer(blob, "<f4") for chunk_id, blob in rows}
         assert all(vector.shape == (dim,) for vector in found.values()), "of another embedder"
@@ -231,27 +220,28 @@ class Catalogue:
     def chunks_of_vectors(
         self, vector_ids: Sequence[int], among: MetadataFilter | None = None
     ) -> dict[int, FoundChunk]:
-        """Those that exist, by vector id: a hit of an index that lags behind may be gone. Those
-        alone that stand in a document that a filter holds for."""
+        """Chunks that exist, by vector id: a hit of an index that lags behind may be gone. With a
+        filter, only chunks of documents that it holds for."""
         query, parameters = among.documents_query() if among else ("", [])
-        rows = self._db.execute(
-            "SELECT vector_id, chunk_id, title, text, token_ids, (SELECT min(document_id)"
+        rows = self._read(
+            f"SELECT vector_id, {CHUNK}, (SELECT min(document_id)"
             " FROM document_chunks AS d WHERE d.vector_id = chunks.vector_id"
             f"{f' AND document_id IN ({query})' if query else ''}) AS holder FROM chunks"
             f" WHERE vector_id IN {AMONG} AND holder IS NOT NULL",
-            (*parameters, json.dumps([int(i) for i in vector_ids])),
+            *parameters,
+            json.dumps([int(i) for i in vector_ids]),
         )
         return {row[0]: FoundChunk(_chunk(row[1:5]), DocumentId(row[5])) for row in rows}
 
     def vectors_where(self, among: MetadataFilter) -> VectorIds:
         """Ids of the vectors of documents that a filter holds for, ascending."""
         query, parameters = among.documents_query()
-        rows = self._db.execute(
+        rows = self._read(
             f"SELECT DISTINCT vector_id FROM document_chunks WHERE document_id IN ({query})"
             " ORDER BY vector_id",
-            parameters,
-        ).fetchall()
-        return _int64(rows)
+            *parameters,
+        )
+        return _int64(rows.fetchall())
 
     def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
         """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""
@@ -262,37 +252,35 @@ class Catalogue:
 
     def chunks_after(self, vector_id: int, most: int) -> list[tuple[int, Chunk]]:
         """The next chunks in order of arrival, each with its vector id; [] behind the last."""
-        rows = self._db.execute(
-            "SELECT vector_id, chunk_id, title, text, token_ids FROM chunks"
-            " WHERE vector_id > ? ORDER BY vector_id LIMIT ?",
-            (vector_id, most),
-        ).fetchall()
+        rows = self._read(
+            f"SELECT vector_id, {CHUNK} FROM chunks WHERE vector_id > ? ORDER BY 1 LIMIT ?",
+            vector_id,
+            most,
+        )
         return [(int(row[0]), _chunk(row[1:])) for row in rows]
 
     def some_chunks(self, chunk_ids: Sequence[ChunkId], batch: int) -> Iterator[list[Chunk]]:
-        """Those of these that exist, each once, in their order, at most `batch` at a time."""
+        """The chunks of these ids that exist, each once, in order, at most `batch` at a time."""
         unique = list(dict.fromkeys(chunk_ids))
         for start in range(0, len(unique), batch):
             part = unique[start : start + batch]
             found = self.chunks(part)
             if found:
-                yield [found[each] for each in part if each in found]
+                yield [found[chunk_id] for chunk_id in part if chunk_id in found]
 
     def with_vectors(self, chunk_ids: Sequence[ChunkId]) -> set[ChunkId]:
         """Which of these are embedded already."""
-        rows = self._db.execute(
-            f"SELECT chunk_id FROM vectors WHERE chunk_id IN {AMONG}", (json.dumps(chunk_ids),)
-        )
-        return {ChunkId(chunk_id) for (chunk_id,) in rows}
+        query = f"SELECT chunk_id FROM vectors WHERE chunk_id IN {AMONG}"
+        return {chunk_id for (chunk_id,) in self._read(query, json.dumps(chunk_ids))}
 
     def generation(self) -> int:
-        (generation,) = self._db.execute("SELECT generation FROM state").fetchone()
+        (generation,) = self._read("SELECT generation FROM state").fetchone()
         return int(generation)
 
     def uid(self) -> str:
         """Random, and its own: generations and vector ids of another catalogue mean nothing. It
         names a folder of chunk KV, so one that this class did not make is CorpusDamaged."""
-        (uid,) = self._db.execute("SELECT uid FROM state").fetchone()
+        (uid,) = self._read("SELECT uid FROM state").fetchone()
         if not UID.fullmatch(str(uid)):
             raise CorpusDamaged(f"{self.path} has a uid that is none; restore it from a backup")
         return str(uid)
@@ -302,27 +290,12 @@ class Catalogue:
         with self.database.transaction() as db:
             db.execute("UPDATE state SET uid = lower(hex(randomblob(16)))")
 
-    def changes_since(self, generation: int, last_vector_id: int) -> VectorChanges:
-        """What an index at `generation`, whose highest id is `last_vector_id`, has missed."""
-        with self.database.snapshot() as db:
-            now, pruned = db.execute("SELECT generation, pruned FROM state").fetchone()
-            added = db.execute(
-                "SELECT vector_id FROM chunks WHERE vector_id > ? ORDER BY vector_id",
-                (last_vector_id,),
-            ).fetchall()
-            removed = db.execute(
-                "SELECT vector_id FROM removals WHERE generation > ? AND vector_id <= ?",
-                (generation, last_vector_id),
-            ).fetchall()
-        is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
-        return VectorChanges(now, _int64(added), _int64(removed) if is_told else None)
-
     def vectors(self, vector_ids: VectorIds, dim: int) -> tuple[VectorIds, Vectors]:
         """Ids (those that still exist, ascending) and their vectors [N, D]."""
-        rows = self._db.execute(
+        rows = self._read(
             "SELECT vector_id, vector FROM chunks JOIN vectors USING (chunk_id)"
             f" WHERE vector_id IN {AMONG} ORDER BY vector_id",
-            (json.dumps(vector_ids.tolist()),),
+            json.dumps(vector_ids.tolist()),
         ).fetchall()
         data = b"".join(blob for _, blob in rows)
         found = np.frombuffer(data, dtype="<f4").reshape(len(rows), dim)
@@ -335,43 +308,28 @@ class Catalogue:
         documents that a filter holds for."""
         query, parameters = among.documents_query() if among else ("", [])
         holders = f"(SELECT vector_id FROM document_chunks WHERE document_id IN ({query}))"
-        rows = self._db.execute(
+        rows = self._read(
             f"SELECT rowid, -rank FROM words WHERE words MATCH ?"
             f"{f' AND rowid IN {holders}' if query else ''} ORDER BY rank, rowid LIMIT ?",
-            (expression, *parameters, k),
+            expression,
+            *parameters,
+            k,
         )
         return [(int(vector_id), float(score)) for vector_id, score in rows]
 
     def problems(self) -> list[str]:
         """Every broken promise of this file, in words; empty when all hold."""
-        promises = {
-            "chunks without a vector": "SELECT count(*) FROM chunks WHERE chunk_id NOT IN"
-            " (SELECT chunk_id FROM vectors)",
-            "chunks with a wrong use count": "SELECT count(*) FROM chunks c WHERE num_uses !="
-            " (SELECT count(*) FROM document_chunks d WHERE d.vector_id = c.vector_id)",
-            "chunks that no document uses": "SELECT count(*) FROM chunks WHERE num_uses < 1",
-            "documents with missing chunks": "SELECT count(*) FROM documents d WHERE num_chunks !="
-            " (SELECT count(*) FROM document_chunks c WHERE c.document_id = d.document_id)",
-            "metadata without a document": "SELECT count(*) FROM metadata WHERE"
-            " document_id NOT IN (SELECT document_id FROM documents)",
-            "chunk rows without a document": "SELECT count(*) FROM document_chunks WHERE"
-            " document_id NOT IN (SELECT document_id FROM documents)",
-        }
         damaged = sum(
             not isinstance(ids, bytes) or not _is_intact(chunk_id, ids)
-            for chunk_id, ids in self._db.execute("SELECT chunk_id, token_ids FROM chunks")
+            for chunk_id, ids in self._read("SELECT chunk_id, token_ids FROM chunks")
         )
-        lengths = {
-            length for (length,) in self._db.execute("SELECT DISTINCT length(vector) FROM vectors")
-        }
+        lengths = self._read("SELECT DISTINCT length(vector) FROM vectors").fetchall()
         found = [f"{damaged} chunks whose tokens were changed"] if damaged else []
         found += [f"vectors of {len(lengths)} lengths"] if len(lengths) > 1 else []
-        found += [
-            f"{count} {name}"
-            for name, query in promises.items()
-            if (count := self._db.execute(query).fetchone()[0])
-        ]
-        (report,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        for name, where in PROMISES.items():
+            (count,) = self._read(f"SELECT count(*) FROM {where}").fetchone()
+            found += [f"{count} {name}"] if count else []
+        (report,) = self._read("PRAGMA quick_check(1)").fetchone()
         return found if report == "ok" else [*found, str(report)]
 
     # ── changing ─────────────────────────────────────────────────────────────
@@ -466,7 +424,8 @@ class Catalogue:
             db.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
 
     def drop_unused_vectors(self) -> int:
-        """Of documents that never completed or that changed. Only at the end of an ingest."""
+        """Drop vectors of documents that never completed or that changed; return how many. Only at
+        the end of an ingest."""
         with self.database.transaction() as db:
             cursor = db.execute(  # both sides are read from indexes alone
                 "DELETE FROM vectors WHERE chunk_id IN"
@@ -474,44 +433,10 @@ class Catalogue:
             )
         return cursor.rowcount
 
-    # ── for the keeper of chunk KV ───────────────────────────────────────────
-
-    def kv_pending(self) -> tuple[ChunkId, ...] | None:
-        """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
-        the disk. None: nothing went."""
-        (is_pending,) = self._db.execute(
-            "SELECT EXISTS (SELECT 1 FROM state JOIN removals"
-            " ON removals.generation > kv_generation WHERE chunk_id IS NOT NULL)"
-        ).fetchone()
-        if not is_pending:
-            return None
-        with self.database.snapshot() as db:
-            (settled,) = db.execute("SELECT kv_generation FROM state").fetchone()
-            pending = removed_since(db, settled).chunk_ids
-        assert pending is not None, "notes of what is pending are kept"
-        return pending
-
-    def gone(self) -> tuple[ChunkId, ...]:
-        """Chunks that went, as far as that is still noted, and are not back."""
-        with self.database.snapshot() as db:
-            (pruned,) = db.execute("SELECT pruned FROM state").fetchone()
-            return removed_since(db, pruned).chunk_ids or ()
-
-    def settle_kv(self, generation: int) -> None:
-        """The KV of what went up to this generation is deleted, wherever it was."""
-        with self.database.transaction() as db:
-            db.execute("UPDATE state SET kv_generation = ?", (generation,))
-
-    def prune_removals(self, keep_s: float = KEEP_S) -> int:
-        """Drop notes of what went long ago, wherever its KV was; returns how many."""
-        with self.database.transaction() as db:
-            return prune(db, keep_s)
-
     # ── the parts of a change ────────────────────────────────────────────────
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        return self.database.connection
+    def _read(self, query: str, *parameters: object) -> sqlite3.Cursor:
+        return self.database.connection.execute(query, parameters)
 
     def _release(self, db: sqlite3.Connection, document_ids: Sequence[DocumentId]) -> list[int]:
         """Delete documents; return the vector ids they used. Use counts follow by trigger."""
@@ -534,22 +459,15 @@ class Catalogue:
             f"SELECT vector_id, chunk_id FROM chunks WHERE num_uses = 0 AND vector_id IN {AMONG}",
             (json.dumps(vector_ids),),
         ).fetchall()
-        db.executemany(
-            "INSERT INTO removals (generation, vector_id, chunk_id, removed_at)"
-            " SELECT generation, ?, ?, ? FROM state",
-            [(*row, time.time()) for row in dead],
-        )
+        self.removals.note(db, dead)
         db.executemany("DELETE FROM chunks WHERE vector_id = ?", [(row[0],) for row in dead])
         if not keep_vectors:
             db.executemany("DELETE FROM vectors WHERE chunk_id = ?", [(row[1],) for row in dead])
         return tuple(ChunkId(row[1]) for row in dead)
 
     def _vector_ids(self, db: sqlite3.Connection, ids: Iterable[ChunkId]) -> dict[ChunkId, int]:
-        rows = db.execute(
-            f"SELECT chunk_id, vector_id FROM chunks WHERE chunk_id IN {AMONG}",
-            (json.dumps(list(ids)),),
-        )
-        return {ChunkId(chunk_id): vector_id for chunk_id, vector_id in rows}
+        query = f"SELECT chunk_id, vector_id FROM chunks WHERE chunk_id IN {AMONG}"
+        return dict(db.execute(query, (json.dumps(list(ids)),)))
 
 
 def _info(row: Sequence[Any]) -> DocumentInfo:

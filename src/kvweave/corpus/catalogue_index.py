@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvweave.corpus.catalogue import Catalogue, VectorIds
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.disk_files import atomic_file
 from kvweave.corpus.index import IndexHits, VectorIndex, is_remote, make_index, resolve_kind
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.index.faiss_index import FaissIndex
 from kvweave.corpus.index_file import load_index, save_index
+from kvweave.corpus.removals import VectorIds
 from kvweave.corpus.settings import KnowledgeBaseSettings
 from kvweave.errors import CorpusError
 
@@ -104,7 +105,7 @@ class CatalogueIndex:
         self.refresh()
         with self._lock.read():
             have = self._loaded.ids()
-            want = self._catalogue.changes_since(0, 0).added
+            want = self._catalogue.removals.vector_changes(0, 0).added
         missing = np.setdiff1d(want, have)
         extra = np.setdiff1d(have, want)
         return [
@@ -126,7 +127,7 @@ class CatalogueIndex:
     def _pull(self) -> None:
         """Apply what happened since. Repeating a part of it, after a crash, changes nothing."""
         index = self._loaded
-        changes = self._catalogue.changes_since(self._generation, self._last_id)
+        changes = self._catalogue.removals.vector_changes(self._generation, self._last_id)
         removed = self._strangers() if changes.removed is None else changes.removed
         if len(removed):
             index.remove(removed)
@@ -140,7 +141,7 @@ class CatalogueIndex:
 
     def _strangers(self) -> VectorIds:
         """Vectors in the index that are no more, by comparing all of them."""
-        return np.setdiff1d(self._loaded.ids(), self._catalogue.changes_since(0, 0).added)
+        return np.setdiff1d(self._loaded.ids(), self._catalogue.removals.vector_changes(0, 0).added)
 
     def _start_over(self, kind: str) -> None:
         self._generation = self._last_id = 0

@@ -264,7 +264,7 @@ class KnowledgeBase:
         self.catalogue.checkpoint()
         try:
             self._index.publish()
-            self.catalogue.prune_removals()
+            self.catalogue.removals.prune()
         except (OSError, sqlite3.OperationalError, CorpusFull, CorpusReadOnly) as error:
             # Documents are in the catalogue, or out of it, for good: that the index file is behind
             # costs the next one who opens it some time, and is no reason to say otherwise.

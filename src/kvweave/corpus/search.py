@@ -15,10 +15,11 @@ from typing import Literal
 
 import numpy as np
 
-from kvweave.corpus.catalogue import Catalogue, VectorIds
+from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.catalogue_index import CatalogueIndex
 from kvweave.corpus.index.base import IndexHits, Vector
 from kvweave.corpus.metadata import MetadataFilter
+from kvweave.corpus.removals import VectorIds
 from kvweave.corpus.reranker import find_reranker
 from kvweave.errors import RequestError
 from kvweave.types import Chunk, ChunkId, Hit

@@ -196,7 +196,7 @@ class FleetTarget:
 
     def _is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
         """Whether a chunk of an earlier turn was removed since."""
-        return self._kb is not None and chunk_id not in self._kb.catalogue.known([chunk_id])
+        return self._kb is not None and chunk_id not in self._kb.catalogue.existing([chunk_id])
 
     def _texts_of(self, kb: KnowledgeBase, talk: Talk) -> dict[ChunkIds, str]:
         """Of the chunks of a history, where prompts are text."""

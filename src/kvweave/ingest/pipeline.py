@@ -86,5 +86,5 @@ def _encode(kb: KnowledgeBase, encoder: Encoder, tally: Tally, only: list[ChunkI
 def _orphans(kb: KnowledgeBase, tally: Tally) -> list[ChunkId]:
     """Orphans that no later document of this run took in again, each once: some go twice."""
     unique = dict.fromkeys(tally.orphaned)
-    alive = kb.catalogue.known(unique)
+    alive = kb.catalogue.existing(unique)
     return [chunk_id for chunk_id in unique if chunk_id not in alive]

@@ -130,7 +130,7 @@ def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
         encode = library.encoder.encode_isolated
 
         def removing(some: list[Chunk], *args: object) -> None:
-            if some[0].id == newest.id and library.kb.catalogue.known([newest.id]):
+            if some[0].id == newest.id and library.kb.catalogue.existing([newest.id]):
                 library.remove(documents["Note 5"])
             encode(some, *args)  # type: ignore[arg-type]
 

@@ -253,7 +253,7 @@ def test_a_document_deleted_while_its_kv_is_in_the_making_leaves_none(
     def remove() -> None:
         if by == "this process":
             threading.Thread(target=library.remove, args=(document,)).start()
-            while library.kb.catalogue.known([newest.id]):
+            while library.kb.catalogue.existing([newest.id]):
                 time.sleep(0.001)  # the engine's thread must not wait for itself
         else:
             with KnowledgeBase.open(folder) as kb:

@@ -338,7 +338,7 @@ def test_a_server_that_slept_too_long_to_be_told_what_went_forgets_what_is_not_t
         assert history_has(weave, chunk)
         with KnowledgeBase.open(tmp_path / "kb") as kb:
             remove_with_kv(kb, [d.id for d in kb.documents() if d.title == "Drain"])
-            assert kb.catalogue.prune_removals(keep_s=0)
+            assert kb.catalogue.removals.prune(keep_s=0)
         assert not history_has(weave, chunk)
         assert not in_tree(weave, chunk)
         assert not in_host(weave, chunk)

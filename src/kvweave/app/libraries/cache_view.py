@@ -105,7 +105,7 @@ def titles(hosts: Sequence[LibraryHost], chunks: Sequence[str]) -> dict[str, tup
     found: dict[str, tuple[ChunkId, str]] = {}
     for host in hosts:
         wanted = [chunk for chunk in chunks if chunk not in found]
-        found |= host.kb.catalogue.named(wanted)
+        found |= host.kb.catalogue.chunks_by_beginning(wanted)
     return found
 
 

@@ -130,7 +130,7 @@ class CorpusKV:
         """A maker looks whether a chunk is still there after its KV is written, and deletes the KV
         if not. One that was killed in between is made good here. (What it may have sent to a shared
         tier in that moment is left to that tier's own eviction.)"""
-        gone = self._kb.catalogue.gone()
+        gone = self._kb.catalogue.removals.chunk_ids()
         if not gone:
             return
         store = self._kv.store
@@ -267,7 +267,7 @@ class CorpusKV:
 
     def was_deleted(self, chunk: Chunk) -> bool:
         """Whether a chunk is no more. Asked when its KV lies where a removal would find it."""
-        return not self._kb.catalogue.known([chunk.id])
+        return not self._kb.catalogue.existing([chunk.id])
 
     def made(self, chunk: Chunk) -> None:
         """A chunk's KV was computed, and its writes are done: is it there?"""

@@ -105,7 +105,7 @@ class KVSync:
     @property
     def _is_settled_here(self) -> bool:
         has_settled = self._table is None or self._table.settled_state() == self.state()
-        return has_settled and self._kb.catalogue.kv_pending() is None
+        return has_settled and self._kb.catalogue.removals.pending_kv() is None
 
     def before(self) -> None:
         """Finish what an interrupted run left undone. Quick if there was none. What a disk keeps
@@ -113,7 +113,7 @@ class KVSync:
         if not self._is_settled_here:
             with self._or_later():
                 self._settle_here()
-        self._kept.pay(self._kb.catalogue.known)
+        self._kept.pay(self._kb.catalogue.existing)
 
     @contextmanager
     def _or_later(self) -> Iterator[None]:
@@ -129,7 +129,7 @@ class KVSync:
 
     def _settle_here(self) -> None:
         num_deleted, is_flushed = 0, True
-        pending = set(self._kb.catalogue.kv_pending() or ())
+        pending = set(self._kb.catalogue.removals.pending_kv() or ())
         if self._table is not None:
             gone = self._gone(self._table.mentioned_chunks()) | pending
             users = self._table.users_of(gone)
@@ -197,7 +197,7 @@ class KVSync:
         if is_flushed:  # else the next `before` looks again
             if not self._is_behind:
                 self._settle()
-            self._kept.pay(self._kb.catalogue.known)
+            self._kept.pay(self._kb.catalogue.existing)
         return num_deleted
 
     def make_room(self, ids: Sequence[DocumentId]) -> None:
@@ -218,17 +218,17 @@ class KVSync:
         if self._table is not None:
             self._table.settle(self.state())
         catalogue = self._kb.catalogue
-        if catalogue.kv_pending() is not None:
-            catalogue.settle_kv(catalogue.generation())
+        if catalogue.removals.pending_kv() is not None:
+            catalogue.removals.settle_kv(catalogue.generation())
 
     def _pending_keys(self) -> list[ChunkKey]:
         """Objects of chunks whose removal has not reached them yet. No others: what requests
         brought and was never ingested stays."""
-        pending = self._kb.catalogue.kv_pending()
+        pending = self._kb.catalogue.removals.pending_kv()
         return [] if pending is None else self._kept.of_chunks(pending)
 
     def _gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        return set(chunk_ids) - self._kb.catalogue.known(chunk_ids)
+        return set(chunk_ids) - self._kb.catalogue.existing(chunk_ids)
 
     def _stray_keys(self) -> list[ChunkKey]:
         """Objects with text of chunks that are no more."""

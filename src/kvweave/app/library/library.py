@@ -257,7 +257,7 @@ class Library:
 
     def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
         try:
-            return self.kb.catalogue.known([ChunkId(each) for each in chunk_ids])
+            return self.kb.catalogue.existing([ChunkId(each) for each in chunk_ids])
         except sqlite3.Error as error:  # on a thread that brings bytes, which are not to blame
             log.warning("%s: %s; chunk KV of chunks that may be gone goes", self.kb.folder, error)
             return ()

@@ -34,7 +34,7 @@ def neighbours_of(kb: KnowledgeBase, table: NeighbourTable, size: int) -> Neighb
         found = table.get(size, make_chunk_id(token_ids))
         if not found:
             return found
-        return found if kb.catalogue.known(found) == set(found) else None
+        return found if kb.catalogue.existing(found) == set(found) else None
 
     return find
 
