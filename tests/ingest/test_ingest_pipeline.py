@@ -12,7 +12,7 @@ import pytest
 from kvweave.corpus.chunker import Chunker
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.corpus.parsers import ParsedRecord, ParseLimits, apart
+from kvweave.corpus.parsers import ParsedRecord, ParseLimits, parser_process
 from kvweave.errors import CorpusError
 from kvweave.ingest import IngestOptions, IngestProgress, IngestReport, ingest, window
 from kvweave.ingest.sources import Selection, TextSource
@@ -285,7 +285,7 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
     world: tuple[KnowledgeBase, Path], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     kb, folder = world
-    real_parse, real_cut = apart.parse, Chunker.cut
+    real_parse, real_cut = parser_process.parse, Chunker.cut
 
     def parse(path: Path, data: bytes, limits: ParseLimits) -> list[ParsedRecord]:
         if path.name == "doc003.md":
@@ -300,7 +300,7 @@ def test_a_file_that_trips_the_parser_or_the_chunker_is_skipped_with_the_reason(
         return real_cut(self, title, text, before_each)
 
     if part == "parse":
-        monkeypatch.setattr(apart, "parse", parse)
+        monkeypatch.setattr(parser_process, "parse", parse)
     else:
         monkeypatch.setattr(Chunker, "cut", cut)
     report = ingest(kb, [folder])

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.engine.engine import Engine
-    from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import Source
+    from kvweave.ingest.sources import IngestOptions, Source
 
 
 class LocalModel(Protocol):

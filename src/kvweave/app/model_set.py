@@ -37,9 +37,8 @@ from kvweave.plan.ordering import PROMOTION
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import Source
+    from kvweave.ingest.sources import IngestOptions, Source
 
 log = logging.getLogger(__name__)
 

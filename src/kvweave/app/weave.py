@@ -78,9 +78,8 @@ if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.corpus.search import SearchOptions
     from kvweave.fuse.strategy import ModelFacts
-    from kvweave.ingest.pipeline import IngestOptions
     from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import Source
+    from kvweave.ingest.sources import IngestOptions, Source
     from kvweave.plan.plan import Plan
     from kvweave.types import Hit
 

@@ -111,8 +111,8 @@ def command(ctx: click.Context, /, effective: EffectiveConfig, **arguments: Any)
     from kvweave.corpus.metadata import parse_pairs
     from kvweave.corpus.parsers import ParseLimits
     from kvweave.corpus.settings import read_settings
-    from kvweave.ingest.pipeline import IngestOptions, ingest
-    from kvweave.ingest.sources import Selection
+    from kvweave.ingest.pipeline import ingest
+    from kvweave.ingest.sources import IngestOptions, Selection
 
     config, asked = effective.config, IngestArguments(**arguments)
     pages = _addresses(asked)

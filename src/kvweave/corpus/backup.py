@@ -197,20 +197,20 @@ def _work_folder(parent: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for left in parent.glob(f"{WORK}*"):
-            with suppress(OSError), _held(left):  # else its process is alive
+            with suppress(OSError), _lock_folder(left):  # else its process is alive
                 shutil.rmtree(left)
         with ExitStack() as stack:
             work = Path(mkdtemp(prefix=WORK, dir=parent))
             stack.callback(shutil.rmtree, work, ignore_errors=True)
             with suppress(OSError):  # a disk without locks: what is left there stays
-                stack.enter_context(_held(work))
+                stack.enter_context(_lock_folder(work))
             yield work
     except OSError as error:
         raise as_corpus_error(error, f"cannot write {parent}", "; name another folder") from error
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, which its process loses however it ends. Raises OSError where
     another process has it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

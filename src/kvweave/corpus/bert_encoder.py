@@ -133,7 +133,7 @@ class BertEncoder:
         return vectors
 
     def num_tokens(self, text: str) -> int:
-        """Of a text, with the two around it."""
+        """The number of tokens of a text, with the two around it."""
         return len(self._tokenizer.encode(text).ids)
 
     def _embed(
@@ -170,7 +170,7 @@ class BertEncoder:
         return self._norm(x, f"{layer}output.LayerNorm")
 
     def _sample(self, products: "Mapping[str, Projection]") -> None:
-        """What rounding goes by: a text, and its lines as short ones."""
+        """Carry a text, and its lines as short ones, through `products`: rounding goes by them."""
         import torch
 
         from kvweave.kernels.dim_choice import TEXT
@@ -258,8 +258,8 @@ def attend_each(lengths: list[int], rows: "Tensor") -> "Tensor":
 
 
 class PaddedAttention:
-    """The same for one batch in one call, padded to the longest: calls for each text leave a GPU
-    waiting, and so does asking it where rows are. That is told once."""
+    """Attends to one batch in one call, padded to the longest: calls for each text leave a GPU
+    waiting, and so does asking it where rows are. That is looked up once."""
 
     def __init__(self, lengths: list[int], device: "torch.device") -> None:
         import torch

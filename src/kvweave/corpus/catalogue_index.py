@@ -67,7 +67,7 @@ class CatalogueIndex:
             yield hits
 
     def num_stages(self, k: int, stages: int) -> int:
-        """See `VectorIndex.num_stages`."""
+        """The stages that `search_staged` has if it may have `stages`: at least one."""
         self.refresh()
         with self._lock.read():
             return self._loaded.num_stages(k, stages)
@@ -93,7 +93,7 @@ class CatalogueIndex:
             index = self._loaded
             if index.shared and not self._generation:
                 # A server we know nothing about: what is there and should not be, must go.
-                index.remove(self._strangers())
+                index.remove(self._find_strangers())
             self._pull()
             if not is_remote(kind) and (index.kind != kind or index.wants_rebuild):
                 self._start_over(kind)
@@ -128,7 +128,7 @@ class CatalogueIndex:
         """Apply what happened since. Repeating a part of it, after a crash, changes nothing."""
         index = self._loaded
         changes = self._catalogue.removals.vector_changes(self._generation, self._last_id)
-        removed = self._strangers() if changes.removed is None else changes.removed
+        removed = self._find_strangers() if changes.removed is None else changes.removed
         if len(removed):
             index.remove(removed)
         everything = index.learns_from_first_add and not self._last_id
@@ -139,7 +139,7 @@ class CatalogueIndex:
             self._last_id = int(ids[-1])
         self._generation = changes.generation
 
-    def _strangers(self) -> VectorIds:
+    def _find_strangers(self) -> VectorIds:
         """Vectors in the index that are no more, by comparing all of them."""
         return np.setdiff1d(self._loaded.ids(), self._catalogue.removals.vector_changes(0, 0).added)
 

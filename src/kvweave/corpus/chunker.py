@@ -268,7 +268,7 @@ class Chunker:
 
 
 def last_heading(text: str, start: int, end: int) -> str:
-    """Of a stretch of the text; empty if it has none."""
+    """The last heading in a stretch of the text; empty if it has none."""
     last = ""
     for match in HEADING.finditer(text, start, end):
         last = words_of(match.group())

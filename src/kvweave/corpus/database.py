@@ -29,7 +29,7 @@ class Database:
         self._opened: list[sqlite3.Connection] = []
         self._writing = threading.RLock()
         if not create and not path.is_file():
-            raise _lost(path)
+            raise _lost_file_error(path)
         try:
             with self._writing:
                 if not path.exists():
@@ -40,7 +40,7 @@ class Database:
         except OSError as error:
             raise as_corpus_error(error, f"{path} cannot be opened") from error
         except sqlite3.DatabaseError as error:
-            raise _of_opening(error, path) from error
+            raise _opening_error(error, path) from error
 
     def close(self) -> None:
         for connection in self._opened:
@@ -59,9 +59,9 @@ class Database:
                 self._sync_log()
                 self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except (OSError, sqlite3.OperationalError) as error:
-                told = as_corpus_error(error, f"{self.path} is not on the disk")
-                if isinstance(error, OSError) or not isinstance(told, CorpusFull):
-                    raise told from error
+                failure = as_corpus_error(error, f"{self.path} is not on the disk")
+                if isinstance(error, OSError) or not isinstance(failure, CorpusFull):
+                    raise failure from error
             self._check_identity()
 
     def _sync_log(self) -> None:
@@ -111,7 +111,7 @@ class Database:
     def _check_identity(self) -> None:
         """What is written to a file that has lost its name is lost with the process."""
         if _identity(self.path) != self._identity:
-            raise _lost(self.path)
+            raise _lost_file_error(self.path)
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -143,14 +143,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-def _lost(path: Path) -> CorpusDamaged:
+def _lost_file_error(path: Path) -> CorpusDamaged:
     return CorpusDamaged(
         f"{path} is gone, and the documents with it; restore it (kvweave kb restore), or remove "
         "its folder and ingest again"
     )
 
 
-def _of_opening(error: sqlite3.DatabaseError, path: Path) -> CorpusError:
+def _opening_error(error: sqlite3.DatabaseError, path: Path) -> CorpusError:
     found = as_corpus_error(error, f"{path} cannot be opened")
     if type(found) is not CorpusError:
         return found

@@ -75,10 +75,10 @@ def disk_trouble(what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, sqlite3.OperationalError) as error:
-        told = as_corpus_error(error, what)
-        if type(told) is CorpusError:
+        failure = as_corpus_error(error, what)
+        if type(failure) is CorpusError:
             raise
-        raise told from error
+        raise failure from error
 
 
 def _kind_of(error: OSError | sqlite3.DatabaseError) -> tuple[type[CorpusError], str]:

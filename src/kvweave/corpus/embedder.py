@@ -146,7 +146,8 @@ class SentenceEmbedder:
         )
 
     def _prompts(self) -> dict[str, str | None]:
-        """The model's own. Of a folder without loading it: an identity should cost little."""
+        """The model's own prompts, read from a folder without loading the model: an identity should
+        cost little."""
         folder = Path(self._where)
         if not folder.is_dir():
             return dict(self.model.prompts)

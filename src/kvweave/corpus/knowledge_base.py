@@ -136,7 +136,7 @@ class KnowledgeBase:
 
         The caller may stop at any time and may take its time between stages.
         """
-        yield from self._search.staged(query, k, stages, how, self._embed_query)
+        yield from self._search.search_staged(query, k, stages, how, self._embed_query)
 
     def load_index(self) -> None:
         """Bring the vector index up to date, from disk if need be, so that a search finds it so."""
@@ -222,7 +222,7 @@ class KnowledgeBase:
         return self.remove_documents([d.id for d in self.find(reference)])
 
     def remove_documents(self, ids: Sequence[DocumentId]) -> Written:
-        """As `remove`, several in one transaction. Ids that are not there are ignored."""
+        """Remove several documents in one transaction. Ids that are not there are ignored."""
         with self.writing():
             written = self.catalogue.remove(ids)
             self.publish()
@@ -230,8 +230,8 @@ class KnowledgeBase:
 
     @contextmanager
     def writing_if_free(self) -> Iterator[bool]:
-        """As `writing`, for what can wait: True if we are the writer, False if another one is or
-        the folder cannot be written."""
+        """Be the writer if that is free, for what can wait: yields True if we are, False if another
+        one is or the folder cannot be written."""
         with ExitStack() as stack:
             try:
                 stack.enter_context(writer_lock(self.folder))
@@ -242,7 +242,7 @@ class KnowledgeBase:
 
     @contextmanager
     def writing_briefly(self) -> Iterator[None]:
-        """As `writing`, for a moment: who wants to write meanwhile waits, and is not refused."""
+        """Be the writer for a moment: who wants to write meanwhile waits, and is not refused."""
         with writer_lock(self.folder, briefly=True):
             yield
 

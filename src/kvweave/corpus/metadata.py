@@ -56,7 +56,7 @@ class MetadataFilter:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> "MetadataFilter":
-        """Of plain values. Raises RequestError for what cannot be meant."""
+        """Read plain values. Raises RequestError for what cannot be meant."""
         given = given or {}
         if len(given) > MOST_KEYS:
             raise RequestError(f"filter has {len(given)} keys; it may have {MOST_KEYS}")

@@ -74,7 +74,7 @@ class ChunkSearch:
         self._index = index
         self._dim = dim
 
-    def staged(
+    def search_staged(
         self,
         query: str | Vector,
         k: int,
@@ -82,7 +82,7 @@ class ChunkSearch:
         how: SearchOptions,
         embed_query: Callable[[str], Vector],
     ) -> Iterator[list[Hit]]:
-        """See `KnowledgeBase.search_staged`. `embed_query` is called where a vector is needed."""
+        """The current hits after each stage. `embed_query` is called where a vector is needed."""
         if k < 1 or stages < 1:
             raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
         needs_words = how.retrieval != "vector" or how.reranker is not None
@@ -91,13 +91,13 @@ class ChunkSearch:
             raise RequestError(f"a search by {by} needs the query's words, not its vector")
         if how.reranker is not None:
             assert isinstance(query, str), "looked at above"
-            yield self._reranked(query, k, how, embed_query)
+            yield self._rerank(query, k, how, embed_query)
             return
-        for hits in self._found(query, k, stages, how, embed_query):
+        for hits in self._find_staged(query, k, stages, how, embed_query):
             least = -math.inf if how.min_score is None else how.min_score
             yield [hit for hit in hits if hit.score >= least]
 
-    def _found(
+    def _find_staged(
         self,
         query: str | Vector,
         k: int,
@@ -109,12 +109,12 @@ class ChunkSearch:
         if how.retrieval == "vector":
             vector = embed_query(query) if isinstance(query, str) else query
             if allowed is not None:
-                yield self._hits(_scored(self._among(vector, k, allowed)), how.filter)
+                yield self._hits(_score_pairs(self._among(vector, k, allowed)), how.filter)
                 return
             for found in self._index.search_staged(vector, k, stages):
-                yield self._hits(_scored(found))
+                yield self._hits(_score_pairs(found))
             return
-        assert isinstance(query, str), "looked at by `staged`"
+        assert isinstance(query, str), "looked at by `search_staged`"
         if how.retrieval == "words":
             yield self._hits(search_words(self._catalogue, query, k, how.filter), how.filter)
             return
@@ -129,13 +129,13 @@ class ChunkSearch:
         for found in self._index.search_staged(vector, depth, stages):
             yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
 
-    def _reranked(
+    def _rerank(
         self, query: str, k: int, how: SearchOptions, embed_query: Callable[[str], Vector]
     ) -> list[Hit]:
-        assert how.reranker is not None, "`staged` looked"
+        assert how.reranker is not None, "`search_staged` looked"
         seen = max(RERANKED * k, LEAST_RERANKED)
         plain = replace(how, reranker=None, min_score=None)
-        *_, hits = self._found(query, seen, 1, plain, embed_query)
+        *_, hits = self._find_staged(query, seen, 1, plain, embed_query)
         scores = find_reranker(how.reranker).scores(query, [hit.chunk.text for hit in hits])
         scored = [hit._replace(score=score) for hit, score in zip(hits, scores, strict=True)]
         least = -math.inf if how.min_score is None else how.min_score
@@ -159,7 +159,7 @@ class ChunkSearch:
             wanted *= 4
 
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
-        """See `KnowledgeBase.nearest`."""
+        """For each chunk the ids of the `n` others most like it (`KnowledgeBase.nearest`)."""
         if n < 1:
             raise RequestError(f"a chunk has at least 1 neighbour, got {n}")
         vectors = self._catalogue.vectors_of_chunks([c.id for c in chunks], self._dim)
@@ -171,7 +171,7 @@ class ChunkSearch:
             found = self._index.search(vector, k)
             words = {_words(chunk)}
             others: list[ChunkId] = []
-            for other, _, _ in self._hits(_scored(found)):
+            for other, _, _ in self._hits(_score_pairs(found)):
                 if other.id != chunk.id and _words(other) not in words:
                     words.add(_words(other))
                     others.append(other.id)
@@ -218,7 +218,7 @@ def fuse_ranks(rankings: Sequence[Sequence[int]], k: int) -> list[tuple[int, flo
     return best[:k]
 
 
-def _scored(found: IndexHits) -> list[tuple[int, float]]:
+def _score_pairs(found: IndexHits) -> list[tuple[int, float]]:
     return list(zip(found.ids.tolist(), found.scores.tolist(), strict=True))
 
 

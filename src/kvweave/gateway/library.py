@@ -19,9 +19,9 @@ from kvweave.gateway.connections import UpstreamFailed, error_of
 from kvweave.gateway.prompts import COMPLETIONS
 from kvweave.gateway.replica import Replica
 from kvweave.gateway.target import FleetAnswerers, Upstreams
-from kvweave.ingest.pipeline import IngestOptions, ingest
+from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import Source
+from kvweave.ingest.sources import IngestOptions, Source
 from kvweave.metrics import Metrics
 from kvweave.types import ChunkId
 

@@ -14,12 +14,12 @@ from kvweave.corpus.parsers import ParsedRecord, read_bytes
 from kvweave.corpus.parsers.base import PARSERS_VERSION, lone_record
 from kvweave.corpus.parsers.parser_process import parse_in_child
 from kvweave.errors import CorpusError, EngineClosed
-from kvweave.ingest.options import IngestOptions
 from kvweave.ingest.report import Skipped, Tally
 from kvweave.ingest.sources import (
     FileBytes,
     FoundFile,
     Ignored,
+    IngestOptions,
     Later,
     Source,
     TextSource,
@@ -123,15 +123,15 @@ class SourceReader:
         if self._is_unchanged(source, fingerprint, len(data)):
             return
         try:
-            records = parse_in_child(path, data, self._limits, self._ticking(source))
+            records = parse_in_child(path, data, self._limits, self._make_tick(source))
         except CorpusError as error:  # what a parser tripped over, the other files can do without
             self._tally.skip(source, error)
             return
         self._cut(OpenSource(source, fingerprint, said), records, len(data))
 
-    def _ticking(self, source: str) -> Callable[[], None]:
-        """To be called while a source is read: the caller of the ingest hears of it, and can end it
-        by an EngineClosed."""
+    def _make_tick(self, source: str) -> Callable[[], None]:
+        """Return what to call while a source is read: the caller of the ingest hears of it, and can
+        end it by an EngineClosed."""
         return lambda: self._tally.tell_reading(source)
 
     def _take_text(self, item: TextSource) -> None:
@@ -167,7 +167,7 @@ class SourceReader:
         """
         old = self._catalogue.fingerprints(source.source)
         num_chars = sum(len(record.text) for record in records)
-        ticking = self._ticking(source.source)
+        tick = self._make_tick(source.source)
         for record in records:
             share_bytes = size_bytes * len(record.text) // num_chars
             document_id = _document_id(source.source, record.key)
@@ -186,7 +186,7 @@ class SourceReader:
             try:
                 check_metadata(said)
                 self._check_length(record.text)
-                for chunk in self._chunker.cut(record.title, record.text, ticking):
+                for chunk in self._chunker.cut(record.title, record.text, tick):
                     placed.append(chunk)
                     self._tally.num_chunks += 1
                 assert placed, "parsers leave blank records out"

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from kvweave.corpus.metadata import Metadata
-from kvweave.corpus.parsers import ENDINGS
+from kvweave.corpus.metadata import Metadata, check_metadata
+from kvweave.corpus.parsers import ENDINGS, ParseLimits
 from kvweave.errors import CorpusError
 from kvweave.ingest.report import Skipped
 
@@ -80,6 +80,20 @@ class Selection:
             return any(fnmatchcase(relative, p) or fnmatchcase(name, p) for p in patterns)
 
         return (not self.include or any_of(self.include)) and not any_of(self.exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class IngestOptions:
+    """Options of one ingest. Raises RequestError for metadata that cannot be."""
+
+    selection: Selection = field(default_factory=Selection)
+    limits: ParseLimits = field(default_factory=ParseLimits)
+    prune: bool = False  # remove documents of files that are gone from the given folders
+    # of every document of the run; what a source says of itself goes before
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_metadata(self.metadata)
 
 
 def ensure_inside(roots: Sequence[Path], path: Path) -> Path:

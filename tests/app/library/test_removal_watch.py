@@ -320,7 +320,7 @@ def test_a_chunk_that_came_back_elsewhere_is_kept_in_memory_again(
             def fail(*_: object) -> None:
                 raise sqlite3.OperationalError("disk I/O error")
 
-            broken.setattr(Catalogue, "known", fail)
+            broken.setattr(Catalogue, "existing", fail)
             weave.ask("How do I drain?", k=1, reuse="reuse", sampling=GREEDY)
             assert not store.metrics.value("kv_promotions_total"), "nobody can say"
             assert not store.metrics.value("kv_misses_total"), "it was answered from all the same"

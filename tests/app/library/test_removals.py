@@ -16,9 +16,9 @@ from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.stored_kv import StoredKV
 from kvweave.config import StoreSettings
-from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.removals import Removals
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.sources import TextSource
 from kvweave.kv.lookup import Residency
@@ -97,7 +97,7 @@ STEPS: dict[str, tuple[type, str]] = {
     "before KV is looked for": (StoredKV, "of_chunks"),
     "before KV": (StoredKV, "delete"),
     "halfway through KV": (KVStore, "delete"),
-    "before it is settled": (Catalogue, "settle_kv"),
+    "before it is settled": (Removals, "settle_kv"),
 }
 
 
@@ -248,14 +248,14 @@ def test_kv_of_a_removed_document_is_off_the_disk_for_good_before_that_is_noted(
     opened: Open, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
     """Else a power cut could bring the files back, and nobody would look for them again."""
-    settle = Catalogue.settle_kv
+    settle = Removals.settle_kv
     synced: list[set[Path]] = []
 
-    def noted(self: Catalogue, generation: int) -> None:
+    def noted(self: Removals, generation: int) -> None:
         synced.append({path for word, path in events if word == "sync"})
         settle(self, generation)
 
-    monkeypatch.setattr(Catalogue, "settle_kv", noted)
+    monkeypatch.setattr(Removals, "settle_kv", noted)
     with opened("isolated") as library:
         fill(library)
         document, folder = document_of(library, "pod"), library.kb.folder

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvweave.app.weave import Weave
-from kvweave.corpus.parsers import ParseLimits, apart
+from kvweave.corpus.parsers import ParseLimits, parser_process
 from kvweave.corpus.parsers.base import LONGEST_TITLE
 from kvweave.serve.access.api_keys import parse_keys
 from kvweave.serve.access.limits import Limits
@@ -85,7 +85,7 @@ def test_a_text_of_one_tenant_that_is_slow_to_read_holds_up_no_upload_of_another
 ) -> None:
     blank = b'{"text": "' + b" " * (1 << 20) + b'"}'
     assert "'text' is empty" in error_of(upload(two_tenants, blank, of_tenant(1)))
-    readers = [child.pid for child in apart._pool().idle]
+    readers = [child.pid for child in parser_process._pool().idle]
     assert readers, "a long text is read by a process that waits for the next"
     for pid in readers:
         os.kill(pid, signal.SIGSTOP)

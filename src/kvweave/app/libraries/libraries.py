@@ -54,9 +54,8 @@ from kvweave.errors import (
     ModelError,
     RequestError,
 )
-from kvweave.ingest.pipeline import IngestOptions
 from kvweave.ingest.report import IngestProgress, IngestReport, OnProgress
-from kvweave.ingest.sources import FileBytes, Later, TextSource
+from kvweave.ingest.sources import FileBytes, IngestOptions, Later, TextSource
 from kvweave.metrics import Metrics
 from kvweave.plan.ordering import PROMOTION
 

@@ -28,9 +28,9 @@ from kvweave.corpus.settings import read_settings
 from kvweave.errors import CorpusFull, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import choose_preparation
-from kvweave.ingest.pipeline import IngestOptions, ingest
+from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import Source
+from kvweave.ingest.sources import IngestOptions, Source
 from kvweave.kv.store import KVStore
 from kvweave.model.files.locate import locate
 from kvweave.plan.ordering import PROMOTION
