@@ -35,10 +35,10 @@ from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import ModelFacts, Strategy
-from kvweave.fuse.transfer import own, pipeline
-from kvweave.fuse.transfer.groups import taking_order
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer import pipeline, rooms
+from kvweave.fuse.transfer.pipeline import taking_order
 from kvweave.fuse.transfer.ring import Ring
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
@@ -139,7 +139,7 @@ def watching(clock: Clock) -> Iterator[None]:
         stack.enter_context(patch.object(fused_pass, "attend", lambda q, *_, **__: q))
         stack.enter_context(patch.object(QueryAttention, "scores", lambda *_: None))
         stack.enter_context(patch.object(query_attention, "ranked_positions", every_sixth))
-        stack.enter_context(patch.object(own, "open_source", through_ring))
+        stack.enter_context(patch.object(rooms, "open_source", through_ring))
         yield
 
 

@@ -35,7 +35,7 @@ from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.libraries.sample import sample_documents
 from kvweave.app.weave import Weave
 from kvweave.demo import read_questions
-from kvweave.fuse.trace import LayerTimes
+from kvweave.fuse.record import LayerTimes
 from kvweave.serve.routes.context import PageConfig
 from kvweave.serve.server import Server, ServerLifecycle
 

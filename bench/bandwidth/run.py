@@ -38,8 +38,7 @@ from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import classify
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.stitched import stitch
-from kvweave.fuse.transfer.groups import taking_order
-from kvweave.fuse.transfer.pipeline import open_source
+from kvweave.fuse.transfer.pipeline import open_source, taking_order
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.store import KVStore

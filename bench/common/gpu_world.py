@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from common.shapes import SHAPES, random_decoder
-from kvweave.fuse.encode.anchors import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.extras import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.selectors.strategies import open_strategy

@@ -29,7 +29,7 @@ from common.results import finish, result_header, versions
 from common.shapes import SHAPES
 from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from ttft.cuda import MODES

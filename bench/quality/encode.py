@@ -5,16 +5,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvweave.fuse.encode.anchors import (
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
+from kvweave.fuse.encode.extras import (
+    INTER,
     REPEAT,
     choose_anchors,
     extra_name,
+    inter_attention,
     kvzip_scores,
     pack_anchors,
 )
-from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
-from kvweave.fuse.encode.contexts import Variant, context_filler, filler_ids, neighbour_prefix
-from kvweave.fuse.encode.extras import INTER, inter_attention
 from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey

@@ -13,8 +13,7 @@ from kvweave.fuse.encode.contexts import ISOLATED, Variant, parse_variant
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.request import FuseRequest, budget, classify
 from kvweave.fuse.selector import Scene, ranked_positions, top_positions
-from kvweave.fuse.selectors.cacheblend import CacheBlend
-from kvweave.fuse.selectors.kvshare import KVShareLike
+from kvweave.fuse.selectors.cacheblend import CacheBlend, KVShareLike
 from kvweave.fuse.selectors.query_attention import QueryAttention
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import ComputedChunks

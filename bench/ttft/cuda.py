@@ -28,7 +28,7 @@ from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import classify
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig

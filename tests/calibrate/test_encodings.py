@@ -17,13 +17,12 @@ from kvweave.calibrate.encodings import (
     TokenIds,
 )
 from kvweave.calibrate.measure import Setting, measure
-from kvweave.fuse.encode.anchors import unpack_anchors
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.encode.extras import compute_extras
+from kvweave.fuse.encode.extras import compute_extras, unpack_anchors
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.sources import ComputedChunks
@@ -107,7 +106,7 @@ def test_it_is_what_ingest_stores_behind_the_same_neighbours(
     decoder: Decoder, chat_model_folder: Path
 ) -> None:
     preparation = Preparation.parse("neighbours:3")
-    texts = Texts.of(Tokenizer(chat_model_folder), preparation)
+    texts = Texts.for_preparation(Tokenizer(chat_model_folder), preparation)
     chunks = {each: Chunk(ChunkId(str(i)), "", "", each) for i, each in enumerate([*NEAR, E, F])}
     by_id = {chunk.id: chunk for chunk in chunks.values()}
     near = {chunks[each].id: [chunks[o].id for o in others] for each, others in NEAR.items()}

@@ -15,7 +15,8 @@ from kvweave.engine import engine as engine_module
 from kvweave.engine import warm_up
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.fuse import layer_steps, probe, recorded_probe
+from kvweave.fuse import probe, recorded_probe
+from kvweave.fuse import recordings as recordings_module
 from kvweave.fuse.recorded_layers import LayerRecordings, Play, StepBuffers
 from kvweave.fuse.recorded_probe import Found, ProbeKind, ProbeRecordings, _question
 from kvweave.fuse.recordings import Recordings
@@ -67,7 +68,7 @@ class ProbedAgain:
 def recordings(monkeypatch: pytest.MonkeyPatch) -> Recordings:
     """Decoders take recorded steps from here on."""
     made = Recordings(LayerRecordings(Again), ProbeRecordings(ProbedAgain))  # type: ignore[arg-type]
-    for module in (layer_steps, probe, warm_up, engine_module):
+    for module in (recordings_module, probe, warm_up, engine_module):
         monkeypatch.setattr(module, "recordings_of", lambda _: made)
     monkeypatch.setattr(Decoder, "can_record", property(lambda _: True))
     monkeypatch.setattr(ProbedAgain, "plays", [])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import ChunkPass, encode_chunks, encode_prefix, passes
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.fuse import _best, _first_of
 from kvweave.fuse.prefill import Prefilled, PromptFrame
 from kvweave.fuse.request import PromptChunk, State, budget

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse import layer_steps, probe
-from kvweave.fuse.layer_steps import PlainSteps, steps_of
+from kvweave.fuse import probe
+from kvweave.fuse import recordings as recordings_module
 from kvweave.fuse.recorded_layers import (
     MOST_ROWS,
     GraphRecorder,
@@ -24,7 +24,7 @@ from kvweave.fuse.recorded_layers import (
     compute_step,
     padded_rows,
 )
-from kvweave.fuse.recordings import Recordings, recordings_of
+from kvweave.fuse.recordings import PlainSteps, Recordings, recordings_of, steps_of
 from kvweave.kernels import recording
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
@@ -283,7 +283,7 @@ def as_on_a_gpu(
     def switch() -> LayerRecordings:
         recordings = LayerRecordings(recorder)
         both = Recordings(recordings, _NoQuestions())  # the recorded question is another matter
-        monkeypatch.setattr(layer_steps, "recordings_of", lambda _: both)
+        monkeypatch.setattr(recordings_module, "recordings_of", lambda _: both)
         monkeypatch.setattr(probe, "recordings_of", lambda _: both)
         monkeypatch.setattr(type(decoder), "can_record", property(lambda _: True))
         return recordings

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvweave.fuse import layer_steps, probe
-from kvweave.fuse.layer_steps import PlainSteps
+from kvweave.fuse import probe
+from kvweave.fuse import recordings as recordings_module
 from kvweave.fuse.recorded_layers import MOST_ROWS, LayerRecordings
-from kvweave.fuse.recordings import Recordings, recordings_of
+from kvweave.fuse.recordings import PlainSteps, Recordings, recordings_of
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from worlds.fuse import World, assert_same, make_ids
@@ -58,7 +58,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]],
     def do(what: Callable[[], object]) -> object:
         with monkeypatch.context() as patch:
             never = Recordings(_Never(), _Never())
-            patch.setattr(layer_steps, "recordings_of", lambda _: never)
+            patch.setattr(recordings_module, "recordings_of", lambda _: never)
             patch.setattr(probe, "recordings_of", lambda _: never)
             return what()
 

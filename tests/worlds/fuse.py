@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode.anchors import choose_anchors, kvzip_scores, pack_anchors
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
-from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.encode.extras import INTER, choose_anchors, kvzip_scores, pack_anchors
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.prefill import Prefilled as StoredPrefill
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
@@ -24,7 +23,7 @@ from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched, stitch
 from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.fuse.taper import Taper
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey

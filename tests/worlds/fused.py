@@ -8,8 +8,8 @@ import torch
 
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.prefill import PromptFrame
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.strategies import open_strategy

@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvweave.calibrate.case import Case
-from kvweave.fuse.encode.anchors import (
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
+from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
+from kvweave.fuse.encode.extras import (
     SHARE,
     choose_anchors,
+    compute_extras,
     extra_name,
     kvzip_scores,
     pack_anchors,
 )
-from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
-from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
-from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV

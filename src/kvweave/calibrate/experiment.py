@@ -12,10 +12,8 @@ from kvweave.calibrate.questions import template_closing
 from kvweave.calibrate.subject import Subject
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.encode.chunk_encoder import Texts
-from kvweave.fuse.encode.context_room import Shortage, find_shortage
 from kvweave.fuse.encode.contexts import Variant, digest_ids
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Shortage, Texts, find_shortage
 from kvweave.fuse.selectors.strategies import open_strategy
 
 
@@ -104,7 +102,7 @@ def check_room(subject: Subject, experiment: Experiment) -> None:
             chunk_tokens = kb.chunk_tokens
         short = find_shortage(
             variant,
-            Texts.of(subject.tokenizer, Preparation(variant), closing),
+            Texts.for_preparation(subject.tokenizer, Preparation(variant), closing),
             preamble_len,
             chunk_tokens,
             spec.max_context,

@@ -23,7 +23,7 @@ from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import FuseRequest
-from kvweave.fuse.selectors.controls import Stride
+from kvweave.fuse.selectors.places import Stride
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
 from kvweave.fuse.strategy import Strategy

@@ -21,7 +21,7 @@ from typing import Any
 from kvweave.calibrate.answer_scores import normalise
 from kvweave.calibrate.case import Case
 from kvweave.errors import CorpusError
-from kvweave.fuse.encode.anchors import REPEAT
+from kvweave.fuse.encode.extras import REPEAT
 from kvweave.text.prompt import (
     SYSTEM,
     Document,

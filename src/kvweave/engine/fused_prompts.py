@@ -33,8 +33,7 @@ from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import Strategy
-from kvweave.fuse.transfer.own import OwnRoom
-from kvweave.fuse.transfer.shared import open_shared
+from kvweave.fuse.transfer.rooms import OwnRoom, open_shared
 from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.format.keys import ChunkKey

@@ -18,12 +18,12 @@ from torch import Tensor
 from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
 from kvweave.fuse.protocol import Meanwhile
+from kvweave.fuse.record import PassTrace, ScoredHits
 from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
 from kvweave.fuse.selector import AnySelector, InFlightChoice, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, Strategy
 from kvweave.fuse.taper import TaperedRows
-from kvweave.fuse.trace import PassTrace, ScoredHits
 from kvweave.kernels.host import Returning
 
 

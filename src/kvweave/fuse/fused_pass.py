@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.drift import Mover
-from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import Projected
+from kvweave.fuse.record import LayerTimes
+from kvweave.fuse.recordings import steps_of
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.taper import TaperedRows
-from kvweave.fuse.trace import LayerTimes
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place

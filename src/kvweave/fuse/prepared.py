@@ -23,11 +23,11 @@ from torch import Tensor
 from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fuse import scored_layers, select_rows, work_of
 from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Projected
+from kvweave.fuse.record import PassTrace
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.strategy import REUSE, Strategy
 from kvweave.fuse.taper import TaperedRows
-from kvweave.fuse.trace import PassTrace
 
 
 @dataclass(slots=True, eq=False)

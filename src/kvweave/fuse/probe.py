@@ -19,9 +19,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvweave.fuse.layer_steps import steps_of
 from kvweave.fuse.protocol import FusionDecoder, Projected
-from kvweave.fuse.recordings import recordings_of
+from kvweave.fuse.recordings import recordings_of, steps_of
 from kvweave.fuse.request import FuseRequest
 from kvweave.kernels.attention import attend
 from kvweave.kernels.host import on_device

@@ -1,16 +1,46 @@
-"""What was done for one prompt: the fusion part of an explain record."""
+"""What was done for one prompt: the fusion part of an explain record, and a trace of its pass."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import overload
+from typing import NamedTuple, overload
+
+from torch import Tensor
 
 from kvweave.fuse.request import FuseRequest, State
-from kvweave.fuse.trace import PassTrace
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.reasons import Reason
+
+
+class ScoredHits(NamedTuple):
+    """Scores that rows were chosen by."""
+
+    positions: Tensor  # [n] on the host, ascending
+    scores: Tensor  # [n] wherever they were computed
+
+
+class LayerTimes(NamedTuple):
+    """One layer of a pass, by time.perf_counter."""
+
+    started_s: float  # the pass got there
+    laid_s: float  # its stored KV was in place
+    ended_s: float  # its rows were computed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassTrace:
+    """One fused prefill."""
+
+    started_s: float  # choosing rows began; by time.perf_counter, as the others
+    chosen_s: float  # it was over
+    ended_s: float  # rows were computed; of a prepared prompt: its layers were laid
+    rows_per_layer: tuple[int, ...]
+    layers: tuple[LayerTimes, ...]  # none on a GPU, nor where rows are computed in slices
+    scored: tuple[ScoredHits, ...]  # the last word on a token is the last one; none: no scores
+    scored_layers: tuple[int, ...]  # whose stored keys or values were looked at
+
 
 TREE = "tree"  # where exact KV of the knowledge tree comes from
 # How an engine computed a fused prompt: its rows in the steps of all requests, in a step of its own

@@ -22,9 +22,9 @@ from kvweave.errors import ModelError
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
+from kvweave.fuse.record import ScoredHits
 from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.trace import ScoredHits
 from kvweave.kernels.host import on_host
 
 

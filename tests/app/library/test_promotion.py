@@ -12,8 +12,8 @@ from kvweave.app.library.library_kv import key_context
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.weave import Answer, Sampling
 from kvweave.engine.background import ActiveAnswers, BackgroundPace
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
@@ -146,7 +146,7 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
 ) -> None:
     decoder, tokenizer = model
     preparation, context = Preparation.parse(encoding), key_context(decoder, tokenizer)
-    texts = Texts.of(tokenizer, preparation)
+    texts = Texts.for_preparation(tokenizer, preparation)
     chunk = tuple(tokenizer.encode_text(TEXTS[0]))
     behind = len(texts.filler) if encoding.startswith("filler") else 0
     needed = len(context.preamble_ids) + behind + len(chunk)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.anchors import (
+from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
+from kvweave.fuse.encode.extras import (
     HEADER,
     NUM_SINKS,
     Anchors,
@@ -21,7 +22,6 @@ from kvweave.fuse.encode.anchors import (
     sink_scores,
     unpack_anchors,
 )
-from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder

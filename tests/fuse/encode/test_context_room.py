@@ -7,12 +7,8 @@ import pytest
 
 from kvweave.app.library.library_kv import key_context
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import filler_ids
-from kvweave.fuse.encode.preparation import Preparation
-from kvweave.kv.store import KVStore
-from kvweave.kv.tiers.config import HostTierConfig, StoreConfig
+from kvweave.fuse.encode.preparation import Preparation, Texts, check_room
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -29,23 +25,14 @@ class World:
 
     def check(self, max_context: int, encoding: str, *extras: str) -> None:
         preparation = Preparation.parse(encoding, extras)
-        texts = Texts.of(self.tokenizer, preparation, (1, 2))
-        with KVStore(StoreConfig(tiers=(HostTierConfig(),))) as store:
-            encoder = ChunkEncoder(
-                self.decoder,
-                store,
-                self.context,
-                preparation,
-                texts,
-                neighbours_of=lambda _: None,
-            )
-            check_room(encoder, max_context, CHUNK)
+        texts = Texts.for_preparation(self.tokenizer, preparation, (1, 2))
+        check_room(preparation, texts, self.preamble_len, max_context, CHUNK)
 
     def fillers(self, num_passages: int) -> int:
         return len(filler_ids(self.tokenizer, num_passages))
 
     def repeats(self) -> int:
-        texts = Texts.of(self.tokenizer, Preparation.parse("isolated"), (1, 2))
+        texts = Texts.for_preparation(self.tokenizer, Preparation.parse("isolated"), (1, 2))
         return len(texts.repeat) + CHUNK
 
 

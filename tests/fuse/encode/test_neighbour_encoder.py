@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError, CorpusError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks
 from kvweave.fuse.encode.extras import EXTRAS
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey, context_of

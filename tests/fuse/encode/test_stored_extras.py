@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.prefill import Prefilled, PromptFrame, StoredPrompt
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kv.format.header import ALIGN
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore

@@ -14,20 +14,21 @@ import torch
 from torch import Tensor
 
 from kvweave.errors import ConfigError, ModelError, RequestError
-from kvweave.fuse.encode.anchors import Anchors, choose_anchors, pack_anchors, sink_scores
-from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.encode.extras import INTER, Anchors, choose_anchors, pack_anchors, sink_scores
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import budget
 from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
-from kvweave.fuse.selectors import fusionrag
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
-from kvweave.fuse.selectors.controls import Random, Stride
-from kvweave.fuse.selectors.epic import Epic
-from kvweave.fuse.selectors.prophetkv import prophetkv
-from kvweave.fuse.selectors.qcfuse import qcfuse
-from kvweave.fuse.selectors.query_attention import QueryAttention
+from kvweave.fuse.selectors.places import Epic, Random, Stride
+from kvweave.fuse.selectors.query_attention import (
+    FUSIONRAG_CODE,
+    FUSIONRAG_PAPER,
+    QueryAttention,
+    prophetkv,
+    qcfuse,
+)
 from kvweave.fuse.selectors.strategies import NAMES, open_strategy
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
 from kvweave.fuse.sources import ComputedChunks
@@ -568,7 +569,7 @@ def test_fusionrag_probes_the_question_alone_and_scores_each_chunk_by_itself(
     laid, end = world.laid_by_hand(), world.request.question_start
     q, k = question_states(world, context=False)[-1]
     want = attention(world, q, k, laid.keys(NUM_LAYERS - 1)[:end], ASKED, "chunk").sum((0, 1))
-    ours = fusionrag.PAPER.scores(world.scene())
+    ours = FUSIONRAG_PAPER.scores(world.scene())
     torch.testing.assert_close(ours.double(), want[world.request.hits], atol=1e-4, rtol=1e-4)
     for span in world.request.spans[1:]:  # the same mass for every chunk
         own = torch.isin(world.scene().hits, torch.arange(span.start, span.end))
@@ -584,12 +585,12 @@ def test_fusionrags_code_scores_at_encoding_positions(world: World) -> None:
         at = torch.arange(request.preamble_len, request.preamble_len + span.num_tokens)
         keys[span.start : span.end] = rotate(made[layer].k, world.decoder.angles(at))
     want = attention(world, q, k, keys, slice(None), "chunk").sum((0, 1))
-    ours = fusionrag.CODE.scores(world.scene())
+    ours = FUSIONRAG_CODE.scores(world.scene())
     torch.testing.assert_close(ours.double(), want[request.hits], atol=1e-4, rtol=1e-4)
 
 
 def test_fusionrag_as_written_and_as_coded_differ_in_positions_alone(decoder: Decoder) -> None:
-    assert replace(fusionrag.PAPER, keys_at="encoding") == fusionrag.CODE
+    assert replace(FUSIONRAG_PAPER, keys_at="encoding") == FUSIONRAG_CODE
     orders = [[0, 1, 2, 3, 4], [0, 3, 4, 1, 2]]
     worlds = [World(decoder, chunks=[LONG[i] for i in order], extras={}) for order in orders]
 
@@ -599,7 +600,7 @@ def test_fusionrag_as_written_and_as_coded_differ_in_positions_alone(decoder: De
         return {span.key: cut for span, cut in zip(world.scene().fused, cuts, strict=True)}
 
     (code, code_moved), (paper, paper_moved) = (
-        [by_chunk(s, w) for w in worlds] for s in (fusionrag.CODE, fusionrag.PAPER)
+        [by_chunk(s, w) for w in worlds] for s in (FUSIONRAG_CODE, FUSIONRAG_PAPER)
     )
     for key in code:  # position-free scores against true distances
         torch.testing.assert_close(code[key], code_moved[key], atol=1e-5, rtol=1e-5)
@@ -635,7 +636,7 @@ def test_anchors_that_are_all_tokens_make_prophetkv(decoder: Decoder, preamble: 
 def test_no_anchors_and_no_preamble_leave_the_question_alone(decoder: Decoder) -> None:
     for preamble in ([], [1, 2, 3]):
         none = anchored(World(decoder, preamble=preamble, chunks=LONG), 0.0)
-        alone, ours = fusionrag.PAPER, anchors_like(fusionrag.PAPER)
+        alone, ours = FUSIONRAG_PAPER, anchors_like(FUSIONRAG_PAPER)
         scores = [s.scores(none.scene()) for s in (alone, ours)]
         # the preamble is always seen whole, so with one the limit is another
         assert torch.allclose(scores[0], scores[1], atol=1e-5) is (preamble == [])

@@ -9,8 +9,13 @@ from torch import Tensor
 
 from kvweave.fuse.sources import ChunkLost
 from kvweave.fuse.transfer import pipeline
-from kvweave.fuse.transfer.groups import GROUP_BYTES, LayerQueue, group_for
-from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
+from kvweave.fuse.transfer.pipeline import (
+    GROUP_BYTES,
+    LayerQueue,
+    LookAhead,
+    PipelinedChunks,
+    group_for,
+)
 from kvweave.fuse.transfer.ring import Ring, Slot
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk

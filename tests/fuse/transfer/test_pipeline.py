@@ -10,8 +10,7 @@ import torch
 
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.sources import ChunkLost
-from kvweave.fuse.transfer.groups import taking_order
-from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks
+from kvweave.fuse.transfer.pipeline import LookAhead, PipelinedChunks, taking_order
 from kvweave.fuse.transfer.ring import Ring, RingPool, depth_for
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, pack_chunk

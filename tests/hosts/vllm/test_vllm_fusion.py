@@ -14,7 +14,7 @@ from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ServedModel, identify
 from kvweave.kv.store import KVStore

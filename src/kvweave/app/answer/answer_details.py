@@ -13,9 +13,8 @@ from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.notes import AnswerTrace
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.errors import RequestError
-from kvweave.fuse.record import FuseRecord
+from kvweave.fuse.record import FuseRecord, PassTrace
 from kvweave.fuse.request import State
-from kvweave.fuse.trace import PassTrace
 from kvweave.text.detokenizer import texts_of
 from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer

@@ -20,10 +20,9 @@ from kvweave.calibrate.gate import (
     of_size,
 )
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.anchors import SHARE
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
-from kvweave.fuse.encode.extras import INTER
+from kvweave.fuse.encode.extras import INTER, SHARE
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.prefill import can_share
 from kvweave.fuse.selectors.strategies import NAMES, open_strategy

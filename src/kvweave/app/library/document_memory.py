@@ -13,8 +13,8 @@ from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
 from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.config import StoreSettings
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Texts
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.kv.format.keys import ContextId, context_of
 from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
@@ -103,7 +103,9 @@ class DocumentMemory:
                     KVStore(replace(StoreConfig(), tiers=(host,))),
                     key_context(decoder, tokenizer, self._options),
                     preparation,
-                    Texts.of(tokenizer, preparation, split_template(tokenizer, SYSTEM)[1]),
+                    Texts.for_preparation(
+                        tokenizer, preparation, split_template(tokenizer, SYSTEM)[1]
+                    ),
                     run_alone=self._runtime.client.run_alone,
                 )
             return self._encoder

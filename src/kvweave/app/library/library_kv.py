@@ -32,11 +32,16 @@ from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.background import BUSY_SHARE
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
-from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, run_at_once
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
-from kvweave.fuse.encode.preparation import Preparation, choose_preparation, write_preparation
+from kvweave.fuse.encode.preparation import (
+    Preparation,
+    Texts,
+    check_room,
+    choose_preparation,
+    write_preparation,
+)
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.store import KVStore
@@ -191,7 +196,7 @@ class LibraryKV:
                 store,
                 key_context(decoder, tokenizer, options),
                 preparation,
-                Texts.of(tokenizer, preparation, closing),
+                Texts.for_preparation(tokenizer, preparation, closing),
                 neighbours_of=neighbours,
                 run_alone=run_alone,
             )
@@ -202,7 +207,9 @@ class LibraryKV:
 
     def prepare_to_encode(self) -> None:
         """Raise ConfigError unless every chunk fits behind its context; note how KV is prepared."""
-        check_room(self.encoder, self.max_context, self._kb.settings.chunk_tokens)
+        encoder, chunk_tokens = self.encoder, self._kb.settings.chunk_tokens
+        preamble_len = len(encoder.preamble_ids)
+        check_room(encoder.preparation, encoder.texts, preamble_len, self.max_context, chunk_tokens)
         write_preparation(self._kb.folder / KV_FOLDER, self.encoder.preparation)
 
     def sync(self, job: SyncJob | None = None) -> KVSync:

@@ -3,23 +3,19 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.anchors import REPEAT
 from kvweave.fuse.encode.chunk_pass import PASS_ROWS, ChunkPass, encode_prefix, passes, prefix_of
 from kvweave.fuse.encode.contexts import (
     ISOLATED,
-    context_filler,
     filler_of,
-    filler_passages,
     variant_name,
 )
 from kvweave.fuse.encode.extras import compute_extras
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.kv.format.codec import LayerKV, open_codec
@@ -29,7 +25,6 @@ from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import CHUNK
 from kvweave.kv.store import KVStore
-from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId, EncodeWork
 
 T = TypeVar("T")
@@ -40,27 +35,6 @@ SLICE_S = 0.05  # the decoder is had for so long at a time, and for a layer at l
 CPU_PASS_ROWS = 512  # on a CPU more rows are no faster, and progress is told of less often
 # Token ids of a chunk to the ids of its neighbours, nearest first; None: none were chosen yet.
 NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Texts:
-    """Token ids that preparation needs besides the chunks'."""
-
-    filler: tuple[int, ...] = ()
-    repeat: tuple[int, ...] = ()  # asks for a repetition, answer header included
-    passage_ends: tuple[int, ...] = ()  # tokens of filler:1, filler:2, … as far as there is any
-
-    @classmethod
-    def of(
-        cls, tokenizer: Tokenizer, preparation: Preparation, closing: Sequence[int] = ()
-    ) -> "Texts":
-        """`closing` is what the chat template puts behind the user's words."""
-        repeat = (*tokenizer.encode_text(REPEAT), *closing)
-        filler = context_filler(tokenizer, preparation.variant)
-        if not filler:
-            return cls(repeat=repeat)
-        lengths = (len(tokenizer.encode_text(passage)) for passage in filler_passages())
-        return cls(filler, repeat, tuple(accumulate(lengths)))
 
 
 class RunAlone(Protocol):

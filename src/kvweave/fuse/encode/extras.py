@@ -1,30 +1,185 @@
 """Extras: what is computed and stored beside chunk KV for strategies that ask for it.
 
-inter           how much each token of a chunk looks outside it, at the last layer: what
-                Cache-Craft's core selects by. Behind the bare preamble the outside is that
-anchors:RULE    the tokens that stand for the chunk while a question is probed (anchors.py)
+    inter           how much each token of a chunk looks outside it, at the last layer: what
+                    Cache-Craft's core selects by. Behind the bare preamble the outside is that
+    anchors:RULE    the few tokens that stand for the chunk while a question is probed
+
+Anchors are chosen per chunk and per layer when the chunk is encoded, by one of three rules, and
+stored as one small blob (indices, keys before RoPE, values), so that a probe needs none of the
+chunk's ordinary bytes.
+
+    sink    the first tokens
+    knorm   the lowest key norms
+    kvzip   the keys most looked at while the model repeats the chunk word for word
+
+Shapes: T tokens of a chunk, A anchors, L layers, Hk KV heads, D head dim.
 """
 
+import math
+import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode.anchors import (
-    RULES,
-    choose_anchors,
-    extra_name,
-    knorm_scores,
-    kvzip_scores,
-    pack_anchors,
-    sink_scores,
-)
+from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import with_prefix
 from kvweave.fuse.protocol import FusionDecoder, Prefix
+from kvweave.fuse.request import bounds_of
 from kvweave.kernels.attention import attend
-from kvweave.kernels.rope import rotate
+from kvweave.kernels.column_scores import column_scores
+from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import Segment
 from kvweave.kv.format.codec import LayerKV
+
+REPEAT = "\n\nRepeat the previous context exactly."  # what kvzip asks for
+RULES = ("sink", "knorm", "kvzip")
+SHARE = 0.10  # of a chunk's tokens
+NUM_SINKS = 4  # first keys of the prefix that take part in kvzip's softmax
+HEADER = struct.Struct("<4sHHHH")
+MAGIC = b"anc1"
+
+
+class Anchors(NamedTuple):
+    """The anchors of one chunk."""
+
+    indices: Tensor  # int64 [L, A] ascending within a layer, on the host
+    keys: Tensor  # [L, A, Hk, D] before RoPE
+    values: Tensor  # [L, A, Hk, D]
+
+
+def extra_name(rule: str) -> str:
+    """The name under which a chunk's anchors lie beside its KV."""
+    if rule not in RULES:
+        raise ConfigError(f"anchor rule {rule!r} is unknown; known: {', '.join(RULES)}")
+    return f"anchors:{rule}"
+
+
+def choose_anchors(layers: Sequence[LayerKV], scores: Tensor, share: float = SHARE) -> Anchors:
+    """Keep the best `share` of a chunk's tokens in every layer; `scores` are [L, T]."""
+    num_tokens = scores.shape[1]
+    count = min(num_tokens, max(1, math.ceil(share * num_tokens)))
+    order = scores.float().cpu().sort(dim=1, descending=True, stable=True).indices
+    indices = order[:, :count].sort(dim=1).values
+    at = indices.to(layers[0].k.device)
+    keys = torch.stack([kv.k[i] for kv, i in zip(layers, at, strict=True)])
+    values = torch.stack([kv.v[i] for kv, i in zip(layers, at, strict=True)])
+    return Anchors(indices, keys, values)
+
+
+def sink_scores(layers: Sequence[LayerKV]) -> Tensor:
+    """[L, T]: the earlier the better."""
+    num_tokens = len(layers[0].k)
+    return -torch.arange(num_tokens, dtype=torch.float32).expand(len(layers), -1)
+
+
+def knorm_scores(layers: Sequence[LayerKV], sign: int = -1) -> Tensor:
+    """[L, T]: mean key norm over heads; sign -1 prefers low norms, +1 high ones."""
+    return sign * torch.stack([kv.k.float().norm(dim=-1).mean(-1) for kv in layers])
+
+
+@torch.inference_mode()
+def kvzip_scores(
+    decoder: FusionDecoder,
+    prefix: Prefix,
+    chunks: Sequence[Sequence[int]],
+    made: Sequence[Sequence[LayerKV]],
+    repeat_ids: Sequence[int],
+) -> list[Tensor]:
+    """[L, T] per chunk: the most attention a key gets while the model repeats its chunk.
+
+    `made` is the chunks' KV behind `prefix`; `repeat_ids` asks for the repetition and ends with the
+    header of the answer. All chunks run in one pass.
+    """
+    first = len(prefix.token_ids)
+    texts = [[*repeat_ids, *ids] for ids in chunks]
+    bounds = bounds_of(map(len, texts))
+    starts = [first + len(ids) for ids in chunks]
+    positions = torch.cat(
+        [at + torch.arange(len(text)) for at, text in zip(starts, texts, strict=True)]
+    )
+    angles = decoder.angles(positions.to(decoder.device))
+    chunk_at = decoder.angles(
+        torch.arange(first, first + max(map(len, chunks)), device=decoder.device)
+    )
+    h = decoder.embed(torch.tensor([i for text in texts for i in text], device=decoder.device))
+    scores: list[list[Tensor]] = [[] for _ in chunks]
+    for layer in range(decoder.spec.num_layers):
+        projected = decoder.qkv(layer, h)
+        q, k = rotate(projected.q, angles), rotate(projected.k, angles)
+        segments = []
+        for i, (start, end) in enumerate(bounds):
+            stored = made[i][layer]
+            turn = Angles(chunk_at.cos[: len(stored.k)], chunk_at.sin[: len(stored.k)])
+            keys, own = rotate(stored.k, turn), k[start:end]
+            causal = torch.ones(len(own), len(own), dtype=torch.bool, device=k.device).tril()
+            others: list[tuple[Tensor, Tensor | None]] = [(own, causal)]
+            if prefix.layers:
+                others.append((prefix.layers[layer].k[:NUM_SINKS], None))
+            scores[i].append(
+                column_scores(q[start:end], keys, others=others, rows="max", heads="max").cpu()
+            )
+            front = [prefix.layers[layer]] if prefix.layers else []
+            segments.append(
+                Segment(
+                    start,
+                    end,
+                    torch.cat([*(kv.k for kv in front), keys, own]),
+                    torch.cat([*(kv.v for kv in front), stored.v, projected.v[start:end]]),
+                )
+            )
+        if layer < decoder.spec.num_layers - 1:
+            h = decoder.finish(layer, h, attend(q, positions, segments))
+    return [torch.stack(each) for each in scores]
+
+
+def pack_anchors(anchors: Anchors) -> bytes:
+    """Anchors as they lie beside the chunk KV: int32 indices, then float16 keys and values."""
+    num_layers, count = anchors.indices.shape
+    heads, dim = anchors.keys.shape[2:]
+    parts = [
+        HEADER.pack(MAGIC, num_layers, count, heads, dim),
+        anchors.indices.to(torch.int32).numpy().tobytes(),
+        _to_float16(anchors.keys).numpy().tobytes(),
+        _to_float16(anchors.values).numpy().tobytes(),
+    ]
+    return b"".join(parts)
+
+
+def _to_float16(x: Tensor) -> Tensor:
+    """Return `x` as float16 on the host. Values beyond its range are cut: anchors only steer a
+    choice."""
+    largest = torch.finfo(torch.float16).max
+    return x.float().clamp(-largest, largest).to("cpu", torch.float16)
+
+
+def view_anchors(blob: Tensor) -> Anchors:
+    """Read packed anchors, keys and values as views of the blob: uint8 [n] on the host. Raises
+    ValueError as `unpack_anchors` does."""
+    num_layers, count, heads, dim = _sizes(blob[: HEADER.size].numpy().tobytes(), len(blob))
+    num_indices, num_values = num_layers * count, num_layers * count * heads * dim
+    parts = torch.split(blob[HEADER.size :], [4 * num_indices, 2 * num_values, 2 * num_values])
+    shape = (num_layers, count, heads, dim)
+    keys, values = (part.view(torch.float16).view(shape) for part in parts[1:])
+    return Anchors(parts[0].view(torch.int32).view(num_layers, count).long(), keys, values)
+
+
+def _sizes(start: bytes, num_bytes: int) -> tuple[int, int, int, int]:
+    """Layers, anchors, heads, head dim of a blob. Raises ValueError if it is none."""
+    if len(start) < HEADER.size or start[:4] != MAGIC:
+        raise ValueError("these bytes are no anchors")
+    _, num_layers, count, heads, dim = HEADER.unpack_from(start)
+    if num_bytes != HEADER.size + 4 * num_layers * count * (1 + heads * dim):
+        raise ValueError(f"anchors of {num_layers} layers have another size than {num_bytes}")
+    return num_layers, count, heads, dim
+
+
+def unpack_anchors(blob: bytes) -> Anchors:
+    """Read what `pack_anchors` wrote, as float16. Raises ValueError if the blob is none."""
+    return view_anchors(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))
+
 
 INTER = "inter"  # float16 [T], attention to keys outside the chunk, summed over heads
 EXTRAS = (INTER, *(extra_name(rule) for rule in RULES))  # all names

@@ -1,17 +1,30 @@
 """What a knowledge base's chunk KV is prepared with: the encoding context and what lies beside.
 
-Written once into the folder of the chunk KV, so that asking finds what ingest has made.
+Written once into the folder of the chunk KV, so that asking finds what ingest has made. All of it
+must fit into the model's context while KV is computed:
+
+    preamble ‖ encoding context ‖ chunk                       every variant
+    preamble ‖ encoding context ‖ chunk ‖ repeat ‖ chunk      with kvzip's anchors
 """
 
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.contexts import Variant, parse_variant
-from kvweave.fuse.encode.extras import EXTRAS
+from kvweave.fuse.encode.contexts import (
+    ISOLATED,
+    Variant,
+    context_filler,
+    filler_passages,
+    parse_variant,
+)
+from kvweave.fuse.encode.extras import EXTRAS, REPEAT, extra_name
+from kvweave.text.tokenizer import Tokenizer
 
 FILE = "preparation.json"
 DEFAULT_ENCODING = "filler"
@@ -31,6 +44,27 @@ class Preparation:
             if name not in EXTRAS:
                 raise ConfigError(f"extra {name!r} is unknown; known: {', '.join(EXTRAS)}")
         return cls(parse_variant(encoding), tuple(sorted(set(extras))))
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Token ids that preparation needs besides the chunks'."""
+
+    filler: tuple[int, ...] = ()
+    repeat: tuple[int, ...] = ()  # asks for a repetition, answer header included
+    passage_ends: tuple[int, ...] = ()  # tokens of filler:1, filler:2, … as far as there is any
+
+    @classmethod
+    def for_preparation(
+        cls, tokenizer: Tokenizer, preparation: Preparation, closing: Sequence[int] = ()
+    ) -> "Texts":
+        """`closing` is what the chat template puts behind the user's words."""
+        repeat = (*tokenizer.encode_text(REPEAT), *closing)
+        filler = context_filler(tokenizer, preparation.variant)
+        if not filler:
+            return cls(repeat=repeat)
+        lengths = (len(tokenizer.encode_text(passage)) for passage in filler_passages())
+        return cls(filler, repeat, tuple(accumulate(lengths)))
 
 
 def read_preparation(folder: Path) -> Preparation | None:
@@ -75,3 +109,70 @@ def _parse_stored(stored: object) -> Preparation:
         case {"encoding": str(encoding), "extras": list(extras)}:
             return Preparation.parse(encoding, extras)
     raise ValueError("it is no object with an encoding and a list of extras")
+
+
+KVZIP = extra_name("kvzip")
+
+
+class Shortage(NamedTuple):
+    """What does not fit, and what would."""
+
+    says: str  # the beginning of a line for the user
+    chunk_tokens: int | None  # chunks of so many fit; None: it is the encoding context
+    encoding: str  # fits, and so does a smaller one of that kind; empty: none of that kind does
+    less: str  # the encoding context to take then
+
+
+def find_shortage(
+    variant: Variant,
+    texts: Texts,
+    preamble_len: int,
+    chunk_tokens: int,
+    max_context: int,
+    *,
+    repeats: bool,
+) -> Shortage | None:
+    """What would run past the model's last position, for chunks of at most `chunk_tokens`. None:
+    all fits. `repeats`: with kvzip's anchors."""
+    what, number, taken = "", 1, preamble_len  # of chunks, and tokens besides
+    if repeats:
+        what, number, taken = f" with {KVZIP}, which repeats them,", 2, taken + len(texts.repeat)
+    room = max_context - taken - number * chunk_tokens  # for the encoding context
+    chunks = f"chunks of {chunk_tokens} tokens{what}"
+    where = f"do not fit into the {max_context:,} positions of this model"
+    if room < 0:
+        return Shortage(f"{chunks} {where}", max(0, max_context - taken) // number, "", ISOLATED)
+    needed, less = len(texts.filler), ISOLATED  # which is filler of no passages
+    if variant.kind == "neighbours":
+        less = "filler" if needed <= room else less
+        largest = max(0, room - needed) // chunk_tokens
+        needed += variant.size * chunk_tokens
+    else:
+        largest = sum(end <= room for end in texts.passage_ends)
+    if needed <= room:
+        return None
+    fits = f"{variant.kind}:{largest}" if largest else ""
+    return Shortage(f"{variant} and {chunks} {where}", None, fits, less)
+
+
+def check_room(
+    preparation: Preparation, texts: Texts, preamble_len: int, max_context: int, chunk_tokens: int
+) -> None:
+    """Refuse what would run past the model's last position, for chunks of at most `chunk_tokens`.
+
+    Raises ConfigError with the largest size that fits. Computes nothing.
+    """
+    repeats = KVZIP in preparation.extras
+    short = find_shortage(
+        preparation.variant, texts, preamble_len, chunk_tokens, max_context, repeats=repeats
+    )
+    if short is None:
+        return
+    if short.chunk_tokens is not None:
+        advice = "give --extras without it, or" if repeats else "make"
+        advice += f" a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
+    else:
+        advice = "give " + (
+            f"{short.encoding} or less" if short.encoding else f"--encoding {short.less}"
+        )
+    raise ConfigError(f"{short.says}; {advice}")

@@ -20,7 +20,7 @@ Add a selector:
    `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
    `Scene.note`, for the record, and go through `ranked_positions` of `fuse/selector.py`, which
-   breaks ties and refuses NaN; `epic.py` is a whole example.
+   breaks ties and refuses NaN; `places.py` holds whole examples.
 
 In a package of your own step 2 is an entry point instead, see docs/fusion.md.
 """

@@ -1,4 +1,4 @@
-"""CacheBlend: the rows whose keys or values changed most against what is stored.
+"""CacheBlend and KVShare-like: the rows that changed most against what is stored.
 
 In flight: every row runs layer 0, and at the check layer the fresh values are compared with the
 stored ones. Layer 0 depends on the tokens alone, so layer 1 is the first that can differ. With
@@ -15,6 +15,8 @@ from torch import Tensor
 from kvweave.fuse.fused_pass import LayerLook
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
+from kvweave.kernels.column_scores import causal_column_mass
+from kvweave.kernels.rope import rotate
 
 Signal = Literal["v", "k", "kv"]
 
@@ -85,3 +87,48 @@ def deviation(look: LayerLook, rows: Tensor, signal: Signal) -> Tensor:
 def rows_of(running: Tensor, positions: Sequence[int] | Tensor) -> Tensor:
     """Indices of `positions` among the running rows, both ascending."""
     return torch.searchsorted(running, torch.as_tensor(positions))
+
+
+CHECK_LAYER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class KVShareLike:
+    """score = squared value deviation at layer 1 × attention received at layer 0.
+
+    Our reading of one sentence about it, so its results are labelled "like": rows that changed much
+    and that the prompt looks at. The attention is that of all rows at layer 0, which all run
+    anyway.
+    """
+
+    in_flight: ClassVar[Literal[True]] = True
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs(value_layers=(CHECK_LAYER,), full_width_layers=CHECK_LAYER)
+
+    def begin(self, scene: Scene, count: int) -> InFlightChoice:
+        return _WeightedChoice(scene, count)
+
+
+class _WeightedChoice:
+    def __init__(self, scene: Scene, count: int) -> None:
+        self._scene = scene
+        self._count = count
+        self._mass: Tensor | None = None  # [T] attention that each position gets
+
+    def choose(self, look: LayerLook) -> Tensor | None:
+        hits = self._scene.hits
+        if look.layer == 0:
+            # layer 0 is the same stitched or fresh, and misses stand in the fresh rows
+            keys = self._scene.stitched.keys(0).clone()
+            keys[look.positions.to(keys.device)] = look.turned_k
+            angles = self._scene.decoder.angles(look.positions.to(keys.device))
+            q = rotate(look.fresh.q, angles)
+            self._mass = causal_column_mass(q, look.positions, keys)
+        if look.layer != CHECK_LAYER:
+            return None
+        assert self._mass is not None, "layer 0 comes first"
+        moved = deviation(look, rows_of(look.positions, hits), "v")
+        scores = moved * self._mass[hits.to(moved.device)]
+        self._scene.note(scores)
+        return top_positions(scores, hits, self._count)

@@ -6,7 +6,7 @@ the layers, the keys that share a softmax, and how rows, heads and layers are pu
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -17,19 +17,16 @@ from kvweave.fuse.needs import Needs
 from kvweave.fuse.probe import (
     ContextView,
     FrontView,
-    LaidContext,
     ProbedLayer,
     probe,
 )
-from kvweave.fuse.protocol import Projected
 from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selector import Scene, ranked_positions, scores_of_hits
-from kvweave.fuse.selectors.anchor_view import AnchorView
+from kvweave.fuse.selectors.views import AnchorView, FullView
 from kvweave.fuse.stitched import positions_of
 from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
 from kvweave.kernels.host import on_device
-from kvweave.kernels.place import place
-from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.rope import rotate
 
 View = Literal["question", "preamble", "anchors", "full"]
 # Scored together, fewer for long questions: where a chunk is missing the keys of all are copied,
@@ -161,41 +158,6 @@ def _cost(scene: Scene, late: float, device: torch.device) -> Tensor:
     return 1 + late / len(scene.request.prompt_ids) * torch.cat(where)
 
 
-class FullView:
-    """Everything that is stitched."""
-
-    front = None
-
-    def __init__(self, scene: Scene) -> None:
-        self._stitched = scene.stitched
-        before = torch.arange(scene.request.preamble_len)
-        self._positions = torch.cat([before, scene.stitched.placed])
-        self._num_tokens = len(scene.request.prompt_ids)
-        self._whole = len(self._positions) == scene.request.question_start
-        self._at: tuple[Tensor, Tensor] | None = None  # the question's rows: host, device
-
-    def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
-        if not len(self._positions):
-            return None
-        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
-        if self._whole:  # no missing chunk in between: a view will do
-            end = len(self._positions)
-            return keys[:end], values[:end], self._positions
-        at = on_device(self._positions, keys.device)
-        return keys[at], values[at], self._positions
-
-    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> LaidContext | None:
-        start, end = len(self._positions), self._num_tokens
-        if not self._whole or len(fresh.k) != end - start:
-            return None
-        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
-        if self._at is None:
-            rows = torch.arange(start, end)
-            self._at = rows, on_device(rows, keys.device)
-        q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
-        return LaidContext(q, keys[start:end], keys, values, self._at[0])
-
-
 def placed_keys(scene: Scene, layer: int) -> Tensor:
     """Stitched keys of all placed tokens, [N, Hk, D], turned to their places in this prompt."""
     keys, placed = scene.stitched.keys(layer), scene.stitched.placed
@@ -218,3 +180,37 @@ def resolve_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     resolved = sorted({layer % num_layers for layer in layers})
     assert all(-num_layers <= layer < num_layers for layer in layers), "a layer of this model"
     return tuple(resolved)
+
+
+QCFUSE_LAYERS = 3  # critical layers taken, unless the profile says otherwise
+
+
+def prophetkv(num_layers: int) -> QueryAttention:
+    """ProphetKV as QCFuse describes it: the question over the full stitched context, attention
+    summed over rows, heads and every layer.
+
+    The best informed probe and the most expensive one: every byte must be there before it can
+    score.
+    """
+    return QueryAttention(view="full", layers=tuple(range(num_layers)), normaliser="full")
+
+
+def qcfuse(critical_layers: Sequence[int], anchors: str = "kvzip") -> QueryAttention:
+    """QCFuse: the question over anchors, scored at the layers that a profile found critical, best
+    first.
+
+    Anchors stand in for the context, so the probe needs a tenth of the bytes; the keys of a few
+    layers suffice.
+    """
+    layers = tuple(critical_layers[:QCFUSE_LAYERS])
+    return QueryAttention(
+        view="anchors", layers=layers, normaliser="full", rows="mean", heads="mean", anchors=anchors
+    )
+
+
+# FusionRAG: the question alone, attention at the last layer; every chunk has its own softmax, so
+# that the budget spreads over all of them. Keys and question at their places in the request, as the
+# paper describes it
+FUSIONRAG_PAPER = QueryAttention(view="question", layers=(-1,), normaliser="chunk")
+# as the authors' code does it: keys where they were encoded, question from position 0
+FUSIONRAG_CODE = replace(FUSIONRAG_PAPER, keys_at="encoding")

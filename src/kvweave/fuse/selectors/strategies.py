@@ -18,14 +18,15 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selector import AnySelector
-from kvweave.fuse.selectors import fusionrag
-from kvweave.fuse.selectors.cacheblend import CacheBlend
+from kvweave.fuse.selectors.cacheblend import CacheBlend, KVShareLike
 from kvweave.fuse.selectors.cachecraft import CacheCraftInter
-from kvweave.fuse.selectors.controls import Random, Stride
-from kvweave.fuse.selectors.epic import Epic
-from kvweave.fuse.selectors.kvshare import KVShareLike
-from kvweave.fuse.selectors.prophetkv import prophetkv
-from kvweave.fuse.selectors.qcfuse import qcfuse
+from kvweave.fuse.selectors.places import Epic, Random, Stride
+from kvweave.fuse.selectors.query_attention import (
+    FUSIONRAG_CODE,
+    FUSIONRAG_PAPER,
+    prophetkv,
+    qcfuse,
+)
 from kvweave.fuse.selectors.weave import taper, weave, weave_deep, weave_through
 from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy
 
@@ -60,8 +61,8 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "cacheblend-gradual": (lambda _: CacheBlend("v", ((1, 1.5), (2, 1.25), (4, 1.0))), 0.15),
     "kvshare": (lambda _: KVShareLike(), 0.15),
     "cachecraft": (lambda _: CacheCraftInter(), 0.30),
-    "fusionrag": (lambda _: fusionrag.PAPER, 0.15),
-    "fusionrag-code": (lambda _: fusionrag.CODE, 0.15),
+    "fusionrag": (lambda _: FUSIONRAG_PAPER, 0.15),
+    "fusionrag-code": (lambda _: FUSIONRAG_CODE, 0.15),
     "prophetkv": (lambda facts: prophetkv(facts.num_layers), 0.20),
     "qcfuse": (_qcfuse, 0.50),
     "weave": (lambda facts: weave(facts.num_layers), 0.15),

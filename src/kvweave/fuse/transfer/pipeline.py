@@ -23,12 +23,71 @@ from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
 from kvweave.fuse.sources import ChunkSource, LayerTransfer, StoredChunks, check_arrived
-from kvweave.fuse.transfer.groups import LayerQueue, group_for, taking_order
 from kvweave.fuse.transfer.placement import Placement, parts_of, strides_of
 from kvweave.fuse.transfer.ring import RINGS, Ring, Slot, depth_for, new_event, seconds_between
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
+
+GROUP_LAYERS = 4
+GROUP_BYTES = 128 << 20  # unless one layer has more
+
+
+def group_for(layer_bytes: int, ring_bytes: int) -> int:
+    """How many layers may travel together: as many as leave room for two more such groups."""
+    most = min(GROUP_BYTES, ring_bytes // 3) // max(1, layer_bytes)
+    return max(1, min(GROUP_LAYERS, most))
+
+
+def taking_order(needs: Needs, num_layers: int) -> list[int]:
+    """The order in which a request takes its layers: those that rows are chosen by, then the pass.
+
+    A view of the full context and choices in flight take them from the bottom up anyway.
+    """
+    first = sorted(needs.key_layers) if needs.probe not in ("none", "full") else []
+    return [*first, *(layer for layer in range(num_layers) if layer not in first)]
+
+
+class LayerQueue:
+    """Layers of one request that are still to be brought, in the order they will be taken.
+
+    For the thread that runs the pass. `most` is how many a group may have: 1 until all of them are
+    known to be in host memory.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.most = 1
+        self._grown = 1  # how many the next group may have
+        self._order = list(order)
+        pass_begins = self._order.index(0) if 0 in self._order else len(self._order)
+        self._alone = frozenset(self._order[:pass_begins])  # scored before it, one by one
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def next_group(self) -> range:
+        """The layers to bring next: neighbours at the head of the order. They stay there."""
+        first, size = self._order[0], 1
+        most = min(self._grown, (len(self._order) + 1) // 2)
+        while size < most and self._order[size] == first + size:
+            size += 1
+        return range(first, first + size)
+
+    def take(self, group: range) -> None:
+        """Remove the layers of `next_group`, which are being brought."""
+        del self._order[: len(group)]
+        if group.start not in self._alone:
+            self._grown = min(2 * self._grown, self.most)
+
+    def remove(self, layer: int) -> None:
+        """Remove a layer that was asked for before its turn, or again."""
+        if layer in self._order:
+            self._order.remove(layer)
+
+    def put_back(self, layers: Sequence[int]) -> None:
+        """Put layers that made room for others back at the head of the order."""
+        self._order[:0] = layers
+
 
 AT_A_TIME = 2  # groups of layers
 

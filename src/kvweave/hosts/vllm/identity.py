@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_encoder import Texts
 from kvweave.fuse.encode.contexts import ISOLATED, variant_name
-from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import revision_of
@@ -81,7 +80,7 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
         preamble_ids=(),
         rope=repr(spec.rope),
     )
-    return ModelIdentity(spec, context, preparation, Texts.of(tokenizer, preparation))
+    return ModelIdentity(spec, context, preparation, Texts.for_preparation(tokenizer, preparation))
 
 
 def _folder(served: ServedModel) -> Path:

@@ -19,7 +19,7 @@ from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
 from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.fuse.request import PromptChunk
-from kvweave.fuse.transfer.own import OwnRoom
+from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.kv_blocks import KVBlocks

@@ -1,4 +1,4 @@
-"""Controls: what any selector must beat, at no cost at all."""
+"""Rows chosen by their places alone: EPIC, and the controls that any selector must beat."""
 
 import hashlib
 import math
@@ -12,6 +12,37 @@ from torch import Tensor
 
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.selector import Scene
+from kvweave.fuse.stitched import positions_of
+
+
+@dataclass(frozen=True, slots=True)
+class Epic:
+    """EPIC (LegoLink): the first tokens of every chunk, an equal share of each so that ratios
+    compare.
+
+    A chunk that was computed by itself makes sinks of its first tokens; in the middle of a prompt
+    they are none. Recomputing them repairs the seams, whatever the question.
+    """
+
+    in_flight: ClassVar[Literal[False]] = False
+
+    def needs(self, num_layers: int) -> Needs:
+        return Needs()
+
+    def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        return [heads(scene, count) for count in counts]
+
+
+def heads(scene: Scene, count: int) -> Tensor:
+    """Chunk heads, `count` tokens in all, each chunk its share (largest remainders first)."""
+    spans, total = scene.fused, len(scene.hits)
+    exact = [count * span.num_tokens / total for span in spans]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(spans)), key=lambda i: (shares[i] - exact[i], i))
+    for i in by_rest[: count - sum(shares)]:
+        shares[i] += 1
+    pairs = zip(spans, shares, strict=True)
+    return positions_of([range(span.start, span.start + share) for span, share in pairs])
 
 
 @dataclass(frozen=True, slots=True)

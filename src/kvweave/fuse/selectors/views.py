@@ -1,10 +1,11 @@
-"""The context as its anchors: the preamble whole, and a few stored tokens of every chunk."""
+"""The context as a probe sees it: everything that is stitched, or the preamble and a few stored
+tokens of every chunk."""
 
 import torch
 from torch import Tensor
 
 from kvweave.errors import RequestError
-from kvweave.fuse.encode.anchors import Anchors, extra_name, unpack_anchors, view_anchors
+from kvweave.fuse.encode.extras import Anchors, extra_name, unpack_anchors, view_anchors
 from kvweave.fuse.probe import LaidContext
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selector import Scene
@@ -12,6 +13,41 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.keys import ChunkKey
+
+
+class FullView:
+    """Everything that is stitched."""
+
+    front = None
+
+    def __init__(self, scene: Scene) -> None:
+        self._stitched = scene.stitched
+        before = torch.arange(scene.request.preamble_len)
+        self._positions = torch.cat([before, scene.stitched.placed])
+        self._num_tokens = len(scene.request.prompt_ids)
+        self._whole = len(self._positions) == scene.request.question_start
+        self._at: tuple[Tensor, Tensor] | None = None  # the question's rows: host, device
+
+    def context(self, layer: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        if not len(self._positions):
+            return None
+        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
+        if self._whole:  # no missing chunk in between: a view will do
+            end = len(self._positions)
+            return keys[:end], values[:end], self._positions
+        at = on_device(self._positions, keys.device)
+        return keys[at], values[at], self._positions
+
+    def with_question(self, layer: int, fresh: Projected, turn: Angles) -> LaidContext | None:
+        start, end = len(self._positions), self._num_tokens
+        if not self._whole or len(fresh.k) != end - start:
+            return None
+        keys, values = self._stitched.keys(layer), self._stitched.values(layer)
+        if self._at is None:
+            rows = torch.arange(start, end)
+            self._at = rows, on_device(rows, keys.device)
+        q = place(fresh.q, fresh.k, fresh.v, turn, self._at[1], keys, values)
+        return LaidContext(q, keys[start:end], keys, values, self._at[0])
 
 
 class AnchorView:

@@ -1,4 +1,4 @@
-"""Chunks of a prompt in shared pages, and the bytes of those whose pages are still empty."""
+"""Where a prompt's KV lies while it is fused: in a buffer of its own, or over shared pages."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,13 +7,40 @@ import numpy as np
 import torch
 
 from kvweave.fuse.needs import Needs
-from kvweave.fuse.protocol import FusionDecoder, Prefix
+from kvweave.fuse.prompt_layers import OwnLayers
+from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
 from kvweave.fuse.shared_chunks import Filling, LayerScratch, PoolRoom, ScratchMemory, SharedLayers
 from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kernels.host import on_device
+from kvweave.kv.format.keys import ChunkKey
+
+
+class OwnRoom:
+    """The `PromptRoom` of a prompt that shares nothing."""
+
+    def __init__(self, kv: KVBuffer) -> None:
+        self._kv = kv
+
+    @contextmanager
+    def open(
+        self,
+        decoder: FusionDecoder,
+        request: FuseRequest,
+        front: Prefix,
+        transfer: LayerTransfer,
+        needs: Needs,
+    ) -> Iterator[OwnLayers]:
+        with open_source(decoder, request.placed, transfer, needs) as source:
+            yield OwnLayers(decoder, request, front, source, self._kv)
+
+    def note_pass_ordered(self) -> None:
+        """Do nothing: rows look at the prompt's own buffer anyway."""
+
+    def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
+        """Do nothing: no chunk was brought for others."""
 
 
 @contextmanager
