@@ -463,8 +463,8 @@ QUOTED = [
         ),
         (
             "then up to {} in at most {} MiB",
-            "fuse.transfer.groups:word(GROUP_LAYERS)",
-            "fuse.transfer.groups:GROUP_BYTES >> 20",
+            "fuse.transfer.pipeline:word(GROUP_LAYERS)",
+            "fuse.transfer.pipeline:GROUP_BYTES >> 20",
         ),
         ("within {} GiB of slots", "fuse.transfer.ring:RING_BYTES >> 30"),
         ("For up to {:,} rows it is recorded too", "fuse.recorded_layers:MOST_ROWS"),
