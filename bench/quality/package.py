@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 from common.results import finish
 from kvweave.calibrate.case import Case, hash_cases
-from kvweave.calibrate.gate import FEWEST_QUESTIONS, Table, choose, of_size, worst_cells
+from kvweave.calibrate.gate import FEWEST_QUESTIONS, Table, choose, tables_for_size, worst_cells
 from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.calibrate.measure import ORDER, Setting
 from kvweave.calibrate.profiles import Profile, load_profile, save_profile
@@ -91,7 +91,7 @@ def main() -> None:
     alone = [table for table in every if not table.has_history]
     said = {
         "tables": {t.data: t.num_questions for t in every},
-        "chosen": {size: chosen_of(of_size(alone, size)) for size in SIZES},
+        "chosen": {size: chosen_of(tables_for_size(alone, size)) for size in SIZES},
         "chosen_with_history": {size: chosen_of(behind_history(every, size)) for size in SIZES},
     }
     finish(__doc__, said)
@@ -100,7 +100,7 @@ def main() -> None:
 def behind_history(tables: Sequence[Table], num_chunks: int) -> list[Table]:
     """Those that speak for so many chunks behind a history."""
     alone = [table for table in tables if not table.has_history]
-    return [*of_size(alone, num_chunks), *(table for table in tables if table.has_history)]
+    return [*tables_for_size(alone, num_chunks), *(table for table in tables if table.has_history)]
 
 
 def chosen_of(tables: Sequence[Table]) -> list[Any] | None:

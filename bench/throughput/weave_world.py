@@ -27,7 +27,7 @@ from kvweave.calibrate.gate import (
     ENOUGH_QUESTIONS,
     Cell,
     Table,
-    deciding,
+    deciding_tables,
     is_within,
     worst_cells,
 )
@@ -177,7 +177,7 @@ class WeaveWorld:
         if profile is not None:
             preamble = digest_ids(encoder.preamble_ids)
             found = profile.tables(self._decoder.revision, encoder.encoding_context, preamble)
-            tables = deciding(found)
+            tables = deciding_tables(found)
         if not tables:
             return f"{whose}: no table; auto is exact"
         within = [

@@ -14,8 +14,8 @@ from kvweave.calibrate.gate import (
     Table,
     cheapest,
     choose,
-    deciding,
-    of_size,
+    deciding_tables,
+    tables_for_size,
     worst_cells,
 )
 from kvweave.calibrate.profiles import load_profile
@@ -125,12 +125,12 @@ def test_enough_questions_of_the_user_decide_alone() -> None:
     assert verdict(hard, mine) == 0.1
     few = make_table("own", *ratios(0.001, 0.001), num_questions=ENOUGH_QUESTIONS - 1)
     assert verdict(hard, few) == 0.2
-    assert deciding([hard, few]) == (hard, few)
+    assert deciding_tables([hard, few]) == (hard, few)
 
 
 def test_few_questions_open_the_gate_only_where_they_are_clearly_inside() -> None:
     few = make_table("own", *ratios(0.016, 0.012), num_questions=25)
-    assert [cell.kl_high for cell in few.widened()] == pytest.approx([0.024, 0.018])
+    assert [cell.kl_high for cell in few.widen_intervals()] == pytest.approx([0.024, 0.018])
     assert verdict(few) == 0.2
     assert verdict(make_table("own", *ratios(0.001), num_questions=19)) is None
 
@@ -180,11 +180,11 @@ def sized(kind: str, mean_chunks: float, *cells: Cell, most_tokens: int = 2000) 
 def test_of_a_kind_the_smallest_number_of_chunks_that_covers_the_prompt_speaks() -> None:
     few, many = sized("hops", 5.3, *ratios(0.01, 0.005)), sized("hops", 10.7, *ratios(0.03, 0.015))
     other = sized("one", 6.4, *ratios(0.01, 0.005))
-    assert of_size([many, other, few], 5) == (few, other)
-    assert of_size([many, other, few], 6) == (few, many, other), "5.3 is not 6"
-    assert of_size([many, few], 50) == (few, many), "all there are"
-    assert of_size([many, few], 5, 3001) == (few, many), "1.5 times 2,000 tokens, no more"
-    assert of_size([many, few], 5, 3000) == (few,)
+    assert tables_for_size([many, other, few], 5) == (few, other)
+    assert tables_for_size([many, other, few], 6) == (few, many, other), "5.3 is not 6"
+    assert tables_for_size([many, few], 50) == (few, many), "all there are"
+    assert tables_for_size([many, few], 5, 3001) == (few, many), "1.5 times 2,000 tokens, no more"
+    assert tables_for_size([many, few], 5, 3000) == (few,)
     gate = CalibratedGate([many, other, few], "p")
 
     def ratio(num_chunks: int, *, told: bool = False) -> float | None:
@@ -231,7 +231,7 @@ def test_what_failed_with_fewer_chunks_has_its_say_with_more() -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.stem)
 def test_packaged_tables_open_no_wider_for_more_chunks(path: Path) -> None:
-    """As `of_size` takes for granted: a prompt of more chunks never gets by with fewer rows."""
+    """`tables_for_size` takes that for granted: more chunks never get by with fewer rows."""
     stored = json.loads(path.read_text())
     profile = load_profile(path, stored["weights"], stored["tokenizer"])
     gate = CalibratedGate(profile.calibration, profile.calibration[0].preamble)

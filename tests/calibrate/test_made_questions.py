@@ -1,6 +1,6 @@
 """Questions out of a knowledge base's own text."""
 
-from kvweave.calibrate.made_questions import make_questions
+from kvweave.calibrate.asked_kb import make_questions
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.types import Chunk
 

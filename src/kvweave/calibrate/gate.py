@@ -101,10 +101,10 @@ class Table:
         subject, whatever it brought."""
         return self.kind, 0 if self.kind == OWN else self.num_chunks
 
-    def widened(self) -> tuple[Cell, ...]:
-        """Its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the upper
-        half is wider by sqrt(ENOUGH_QUESTIONS / n), because a resample of a few questions has never
-        seen the rare bad one. Below FEWEST_QUESTIONS there are none."""
+    def widen_intervals(self) -> tuple[Cell, ...]:
+        """Return its cells with intervals that allow for few questions: below ENOUGH_QUESTIONS the
+        upper half is wider by sqrt(ENOUGH_QUESTIONS / n), because a resample of a few questions has
+        never seen the rare bad one. Below FEWEST_QUESTIONS there are none."""
         if self.num_questions < FEWEST_QUESTIONS:
             return ()
         wider = math.sqrt(max(1.0, ENOUGH_QUESTIONS / self.num_questions))
@@ -113,14 +113,16 @@ class Table:
         return tuple(replace(c, kl_high=c.kl + wider * (c.kl_high - c.kl)) for c in self.cells)
 
 
-def deciding(tables: Sequence[Table]) -> tuple[Table, ...]:
+def deciding_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
     """Return the tables that have a say: the user's own alone where they asked enough, else all of
     them."""
     enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
     return tuple(enough or tables)
 
 
-def of_size(tables: Iterable[Table], num_chunks: int, num_tokens: int = 0) -> tuple[Table, ...]:
+def tables_for_size(
+    tables: Iterable[Table], num_chunks: int, num_tokens: int = 0
+) -> tuple[Table, ...]:
     """Return the tables that speak for prompts of so many chunks and tokens.
 
     Of each kind these are the smallest that covers them, or else the largest, and all that are
@@ -143,9 +145,9 @@ def worst_cells(tables: Iterable[Table]) -> list[Cell]:
     """Return per strategy and ratio that every table has the worst figures of any of them."""
     every = list(tables)
     if len(every) == 1:
-        return list(every[0].widened())
+        return list(every[0].widen_intervals())
     found: list[dict[tuple[str, float], Cell]] = [
-        {(cell.strategy, cell.ratio): cell for cell in table.widened()} for table in every
+        {(cell.strategy, cell.ratio): cell for cell in table.widen_intervals()} for table in every
     ]
     if not found:
         return []

@@ -23,7 +23,7 @@ from kvweave.calibrate.gate import (
     Table,
     cheapest,
     choose,
-    deciding,
+    deciding_tables,
     worst_cells,
 )
 from kvweave.calibrate.layer_profile import LayerProfile
@@ -108,7 +108,7 @@ def calibrated_neighbours(
     for size in sorted({int(found[1]) for found in named if found}):
         context = variant_name(Variant("neighbours", size), filler)
         measured = profile.tables(revision, context, preamble)
-        here = deciding([table for table in measured if table.preamble == preamble])
+        here = deciding_tables([table for table in measured if table.preamble == preamble])
         if here:
             tables[str(size)] = here
     for least in (ENOUGH_QUESTIONS, 0):
@@ -232,15 +232,19 @@ def _read(kind: type[Data], found: Mapping[str, Any]) -> Data:
         wrong = f"no {missing[0]!r}" if missing else f"{unknown[0]!r} is unknown"
         raise ValueError(f"{kind.__name__}: {wrong}")
     for name, value in found.items():
-        # annotations are plain types here, so a number in place of a word is found out
-        expected = str(known[name].type)
-        if "str" in expected and not isinstance(value, str):
-            raise ValueError(f"{kind.__name__}.{name} is {value!r}")
-        if "float" in expected or "int" in expected:
-            for one in value if "tuple" in expected else [value]:
-                if not _is_number(one, expected):
-                    raise ValueError(f"{kind.__name__}.{name} has {one!r}")
+        _check_type(kind.__name__, name, value, str(known[name].type))
     return kind(**{n: tuple(v) if isinstance(v, list) else v for n, v in found.items()})
+
+
+def _check_type(kind: str, name: str, value: Any, expected: str) -> None:
+    """Raise ValueError for a number in place of a word, or the other way round. Annotations are
+    plain types here."""
+    if "str" in expected and not isinstance(value, str):
+        raise ValueError(f"{kind}.{name} is {value!r}")
+    if "float" in expected or "int" in expected:
+        for one in value if "tuple" in expected else [value]:
+            if not _is_number(one, expected):
+                raise ValueError(f"{kind}.{name} has {one!r}")
 
 
 def _is_number(value: Any, expected: str) -> bool:

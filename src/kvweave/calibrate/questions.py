@@ -61,12 +61,6 @@ class QuestionRecord:
     passages: tuple[Passage, ...] = ()
     history: tuple[PastTurn, ...] = ()
 
-    @property
-    def is_measurable(self) -> bool:
-        """Whether something in its prompt can be reused that is not exact: the first chunk is,
-        unless a history stands in front of it."""
-        return len(self.passages) > (0 if self.history else 1)
-
 
 def read_records(path: Path) -> Iterator[QuestionRecord]:
     """Multi-passage records. Raises CorpusError that names the line."""
@@ -115,19 +109,23 @@ def add_distractors(
         rng = random.Random(f"{seed}:{number}:{record.question}")  # noqa: S311 a sample, no secret
         passages = list(record.passages)
         missing = min_tokens - sum(lengths[p.text] for p in passages)
-        own = {p.text for p in passages}
-        golds = [normalise(answer) for answer in record.answers]
-        for extra in rng.sample(pool, len(pool)) if missing > 0 else ():
+        extras = rng.sample(pool, len(pool)) if missing > 0 else []
+        for extra in (each for each in extras if _is_distractor(each, record)):
             if missing <= 0:
                 break
-            words = normalise(extra.text)
-            if extra.text in own or any(gold and gold in words for gold in golds):
-                continue
             passages.append(extra)
             missing -= lengths[extra.text]
         rng.shuffle(passages)
         made.append(replace(record, passages=tuple(passages)))
     return made
+
+
+def _is_distractor(passage: Passage, record: QuestionRecord) -> bool:
+    """Whether a passage is none of the record's own and spells none of its answers."""
+    if any(passage.text == own.text for own in record.passages):
+        return False
+    words, golds = normalise(passage.text), map(normalise, record.answers)
+    return not any(gold and gold in words for gold in golds)
 
 
 def make_case(tokenizer: Tokenizer, record: QuestionRecord, system: str = SYSTEM) -> Case:

@@ -4,7 +4,7 @@ All cells of a table share the same resamples of its questions, so they compare 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
@@ -43,21 +43,14 @@ def tabulate(
     origin: TableOrigin,
 ) -> Table:
     """The table of one encoding. "reuse" among the settings is what recovery counts from."""
-    boot = Bootstrap(len(answered))
     golds = [each.gold for each in answered]
-    raw = [[each.outcomes[encoding][i] for each in answered] for i in range(len(settings))]
-    # an order is no prefill that could be thrown away
-    leads = [
-        0.0 if setting == ORDER else _close_call(column)
-        for setting, column in zip(settings, raw, strict=True)
-    ]
     columns = [
-        [_served_outcome(o, gold, lead) for o, gold in zip(column, golds, strict=True)]
-        for column, lead in zip(raw, leads, strict=True)
+        _Column(setting, [each.outcomes[encoding][i] for each in answered], golds)
+        for i, setting in enumerate(settings)
     ]
-    reused = next(
-        (_kl(c) for s, c in zip(settings, columns, strict=True) if s.strategy.name == "reuse"), None
-    )
+    boot = Bootstrap(len(answered))
+    reused = next((c.kl for c in columns if c.setting.strategy.name == "reuse"), None)
+    known = [gold for gold in golds if gold is not None]
     return Table(
         encoding=encoding,
         context=origin.context,
@@ -68,20 +61,13 @@ def tabulate(
         data_hash=origin.data_hash,
         date=date.today().isoformat(),
         num_questions=len(answered),
-        num_with_answers=sum(gold is not None for gold in golds),
+        num_with_answers=len(known),
         num_chunk_tokens=origin.num_chunk_tokens,
         mean_prompt_tokens=float(np.mean([each.num_tokens for each in answered])),
         noise=noise_of(answered, encoding),
-        full_f1=_mean([gold.f1 for gold in golds if gold is not None]),
-        full_em=_mean([gold.em for gold in golds if gold is not None]),
-        cells=tuple(
-            replace(
-                _cell(boot, setting, column, golds, reused),
-                close=float(np.mean([o.judged.margin < lead for o in raw[i]])),
-                close_call=None if lead == CLOSE_CALLS[0] or setting == ORDER else lead,
-            )
-            for i, (setting, column, lead) in enumerate(zip(settings, columns, leads, strict=True))
-        ),
+        full_f1=_mean([gold.f1 for gold in known]),
+        full_em=_mean([gold.em for gold in known]),
+        cells=tuple(column.cell(boot, reused) for column in columns),
         kind=origin.kind,
         mean_chunks=float(np.mean([each.num_chunks for each in answered])),
         most_prompt_tokens=max(each.num_tokens for each in answered),
@@ -110,38 +96,44 @@ def _served_outcome(outcome: Outcome, full: GoldScores | None, close_call: float
     return Outcome(exact, 0.0, outcome.work + 1.0, full)
 
 
-def _cell(
-    boot: Bootstrap,
-    setting: Setting,
-    column: Sequence[Outcome],
-    full: Sequence[GoldScores | None],
-    reused: Values | None,
-) -> Cell:
-    kl = _kl(column)
-    interval = boot.mean(kl)
-    recovered = None if reused is None else boot.recovered_share(kl, reused)
-    known = [(o.gold, f) for o, f in zip(column, full, strict=True) if o.gold and f]
-    return Cell(
-        strategy=setting.strategy.name,
-        ratio=setting.ratio,
-        work=float(np.mean([o.work for o in column])),
-        kl=interval.mean,
-        kl_low=interval.low,
-        kl_high=interval.high,
-        kl_p95=float(np.quantile(kl, 0.95)),
-        kl_max=max(o.judged.kl_max for o in column),
-        flips=float(np.mean([o.judged.first_flips for o in column])),
-        top1=float(np.mean([o.judged.top1 for o in column])),
-        nll_gap=float(np.mean([o.nll_gap for o in column])),
-        recovered=None if recovered is None else recovered.mean,
-        gold_nll_gap=_mean([gold.nll - whole.nll for gold, whole in known]),
-        f1=_mean([gold.f1 for gold, _ in known]),
-        em=_mean([gold.em for gold, _ in known]),
-    )
+class _Column:
+    """What one setting gave on every question, as it is served: with close calls computed again."""
 
+    def __init__(
+        self, setting: Setting, raw: Sequence[Outcome], full: Sequence[GoldScores | None]
+    ) -> None:
+        self.setting = setting
+        # an order is no prefill that could be thrown away
+        lead = self._lead = 0.0 if setting == ORDER else _close_call(raw)
+        self._full = full
+        self._num_close = sum(outcome.judged.margin < lead for outcome in raw)
+        self._outcomes = [_served_outcome(o, f, lead) for o, f in zip(raw, full, strict=True)]
+        self.kl: Values = np.array([outcome.judged.kl_mean for outcome in self._outcomes])
 
-def _kl(column: Sequence[Outcome]) -> Values:
-    return np.array([o.judged.kl_mean for o in column])
+    def cell(self, boot: Bootstrap, reused: Values | None) -> Cell:
+        outcomes, interval = self._outcomes, boot.mean(self.kl)
+        recovered = None if reused is None else boot.recovered_share(self.kl, reused)
+        known = [(o.gold, f) for o, f in zip(outcomes, self._full, strict=True) if o.gold and f]
+        is_usual = self._lead == CLOSE_CALLS[0] or self.setting == ORDER
+        return Cell(
+            strategy=self.setting.strategy.name,
+            ratio=self.setting.ratio,
+            work=float(np.mean([o.work for o in outcomes])),
+            kl=interval.mean,
+            kl_low=interval.low,
+            kl_high=interval.high,
+            kl_p95=float(np.quantile(self.kl, 0.95)),
+            kl_max=max(o.judged.kl_max for o in outcomes),
+            flips=float(np.mean([o.judged.first_flips for o in outcomes])),
+            top1=float(np.mean([o.judged.top1 for o in outcomes])),
+            nll_gap=float(np.mean([o.nll_gap for o in outcomes])),
+            recovered=None if recovered is None else recovered.mean,
+            gold_nll_gap=_mean([gold.nll - whole.nll for gold, whole in known]),
+            f1=_mean([gold.f1 for gold, _ in known]),
+            em=_mean([gold.em for gold, _ in known]),
+            close=self._num_close / len(outcomes),
+            close_call=None if is_usual else self._lead,
+        )
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -187,7 +187,7 @@ def _show(
 ) -> None:
     from kvweave.calibrate.gate import cheapest, choose
 
-    choices = {t.encoding: choose(t.widened() or t.cells, bound) for t in tables}
+    choices = {t.encoding: choose(t.widen_intervals() or t.cells, bound) for t in tables}
     if as_json:
         chosen = {name: None if c is None else asdict(c) for name, c in choices.items()}
         document = {

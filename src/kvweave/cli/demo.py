@@ -133,7 +133,7 @@ def _answers(weave: "Weave", question: DemoQuestion, k: int) -> list[Told]:
 def _named(weave: "Weave") -> tuple[str, float]:
     """What to show where the gate is shut: of what was measured on this model, what costs the least
     work with a *mean* within the bound in every kind (the gate wants to be surely within it)."""
-    from kvweave.calibrate.gate import BOUND, USUAL_CHUNKS, choose, of_size, worst_cells
+    from kvweave.calibrate.gate import BOUND, USUAL_CHUNKS, choose, tables_for_size, worst_cells
 
     tables = () if weave.profile is None else weave.profile.calibration
     means = [
@@ -141,7 +141,7 @@ def _named(weave: "Weave") -> tuple[str, float]:
         for t in tables
         if not t.has_history
     ]
-    chosen = choose(worst_cells(of_size(means, USUAL_CHUNKS)), BOUND)
+    chosen = choose(worst_cells(tables_for_size(means, USUAL_CHUNKS)), BOUND)
     return (NAMED, NAMED_RATIO) if chosen is None else (chosen.strategy, chosen.ratio)
 
 

@@ -15,9 +15,9 @@ from kvweave.calibrate.gate import (
     ORDER_CELL,
     Cell,
     Table,
-    deciding,
+    deciding_tables,
     is_within,
-    of_size,
+    tables_for_size,
 )
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -114,10 +114,10 @@ class CalibratedGate:
     """Lets a strategy through at the smallest ratio that every kind of questions bears: each kind
     was measured, and the worst decides.
 
-    The user's own questions, where there are enough, decide alone (`gate.deciding`). A kind that
-    was measured at several numbers of chunks speaks by the smallest that covers the prompt and
-    those below it (`gate.of_size`); of a history chunks that might be fused count, words do not,
-    and tables that have a history speak besides. What was measured behind
+    The user's own questions, where there are enough, decide alone (`gate.deciding_tables`). A kind
+    that was measured at several numbers of chunks speaks by the smallest that covers the prompt and
+    those below it (`gate.tables_for_size`); of a history chunks that might be fused count, words do
+    not, and tables that have a history speak besides. What was measured behind
     another system prompt, or without a history where no table has one, is held to half the bound.
     Long prompts, longer than all that were measured, do not pass. Tables of few questions count
     with wider intervals, and those of very few not at all. Pure: any thread.
@@ -128,10 +128,10 @@ class CalibratedGate:
         the digest of what stands in front of all chunks."""
         usable = [t for t in tables if t.num_questions >= FEWEST_QUESTIONS]
         self._preamble = preamble
-        self._tables = deciding(usable)
+        self._tables = deciding_tables(usable)
         # own questions rarely have a history: those that come with the model speak for it then
-        self._with_history = deciding([t for t in usable if t.has_history]) or self._tables
-        self._cells = {id(table): table.widened() for table in usable}
+        self._with_history = deciding_tables([t for t in usable if t.has_history]) or self._tables
+        self._cells = {id(table): table.widen_intervals() for table in usable}
         self._sizes = sorted({table.num_chunks for table in usable})
         self._lengths = sorted({table.longest_covered for table in usable})
         # by history, size and length: those that decide, and the longest prompt they speak for
@@ -197,7 +197,7 @@ class CalibratedGate:
 
     def _find_deciding(self, shape: PromptShape) -> tuple[Table, ...]:
         alone = [t for t in self._tables if not t.has_history] or self._tables
-        sized = of_size(alone, shape.num_chunks, _counted_tokens(shape))
+        sized = tables_for_size(alone, shape.num_chunks, _counted_tokens(shape))
         if not shape.has_history:
             return sized
         if self._with_history is self._tables:

@@ -110,7 +110,7 @@ def _subject(table: Table) -> str:
 
 def _curves(table: Table) -> Sequence[QualityCurve]:
     points: dict[str, list[QualityPoint]] = {}
-    for cell in table.widened() or table.cells:
+    for cell in table.widen_intervals() or table.cells:
         point = QualityPoint(cell.ratio, cell.kl, cell.kl_high, cell.flips, cell.work)
         points.setdefault(cell.strategy, []).append(point)
     return [

@@ -23,8 +23,8 @@ from kvweave.calibrate.gate import (
     USUAL_CHUNKS,
     Table,
     choose,
-    deciding,
-    of_size,
+    deciding_tables,
+    tables_for_size,
     worst_cells,
 )
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
@@ -275,7 +275,9 @@ def _why_unused(
     tables: tuple[Table, ...] = ()
     if profile is not None:
         tables = profile.tables(decoder.calibrated_as.revision, encoder.encoding_context, preamble)
-    alone = of_size([table for table in deciding(tables) if not table.has_history], num_chunks)
+    alone = tables_for_size(
+        [table for table in deciding_tables(tables) if not table.has_history], num_chunks
+    )
     if not alone:
         return "the model is not calibrated, so nothing would be fused"
     is_here = all(table.preamble == preamble for table in alone)
