@@ -32,6 +32,7 @@ from kvweave.serve.wire.web_page import (
     InfoOut,
     ServedModelOut,
     WayOut,
+    page_options,
 )
 
 
@@ -57,6 +58,7 @@ def info_routes(context: Context, *, has_keys: bool) -> APIRouter:
             models=models,
             engine=bool(weave.engines),
             k=TOP_K,
+            options=page_options(),
             formats=list(ENDINGS),
         )
 

@@ -5,13 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
 )
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.answer.question import ANY_OBJECT, MOST_TOOLS
+from kvweave.app.answer.question import ANY_OBJECT, MOST_TOOLS, question_options
 from kvweave.serve.wire.base import (
     MOST_CHUNKS,
     MOST_DOCUMENTS,
@@ -138,8 +139,17 @@ class ResponseFormatIn(Incoming):
         return ANY_OBJECT if self.type == "json_object" else None
 
 
+def describe_options(schema: dict[str, Any]) -> None:
+    """Put the help texts of a question's options into the schema of a request that has them."""
+    for name, each in question_options().items():
+        if name in schema["properties"]:
+            schema["properties"][name]["description"] = f"{each.key.help}."
+
+
 class ChatRequest(SamplingFields):
     """The body of POST /v1/chat/completions."""
+
+    model_config = ConfigDict(json_schema_extra=describe_options)
 
     messages: Annotated[Messages, schema_only(minItems=1, maxItems=MOST_MESSAGES)]
     # Extensions: what to answer from, and how

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kvweave.app.answer.question import Question, question_options
+from kvweave.config_keys import Kind
 from kvweave.serve.wire.base import Incoming, Outgoing, Text, attribute
 from kvweave.serve.wire.kb import IngestOut
 
@@ -33,6 +35,45 @@ class ServedModelOut(Outgoing):
     strategies: list[WayOut]  # what can be compared
 
 
+class OptionOut(Outgoing):
+    """An option of a question that has a control on the web page."""
+
+    name: str  # of a field of a chat request
+    label: str
+    help: str
+    kind: Literal["number", "choice", "switch", "text"]
+    default: Any
+    choices: list[str]  # all there are; empty: any value of its kind
+    least: float | None  # of a number
+    most: float | None
+
+
+def page_options(question: type = Question) -> list[OptionOut]:
+    """Return the options of a question that have a label, with what is said of them."""
+    return [
+        OptionOut(
+            name=name,
+            label=label,
+            help=key.help,
+            kind=_control_for(key.kind),
+            default=key.default,
+            choices=list(key.kind.known),
+            least=key.kind.range and key.kind.range.least,
+            most=key.kind.range and key.kind.range.most,
+        )
+        for name, (key, label) in question_options(question).items()
+        if label
+    ]
+
+
+def _control_for(kind: Kind) -> Literal["number", "choice", "switch", "text"]:
+    if kind.known:
+        return "choice"
+    if kind.type is bool:
+        return "switch"
+    return "number" if kind.type in (int, float) else "text"
+
+
 class InfoOut(Outgoing):
     model: str  # the usual one; `context`, `dial` and `strategies` are its
     context: int | None  # tokens of prompt and answer together; null: not known
@@ -47,6 +88,7 @@ class InfoOut(Outgoing):
     models: list[ServedModelOut]  # all that are served, the usual one first
     engine: bool  # is in this process, and can be looked at; false: this is a gateway
     k: int  # chunks in front of a question, where none is said
+    options: list[OptionOut]  # of a question, which the web page has controls for
     formats: list[str]  # endings of files that uploads take
 
 

@@ -4,6 +4,7 @@ import { load, newId, save } from "./conversations.js";
 import { currentModel, namedModel, settings } from "./session.js";
 import { makeStore } from "./store.js";
 import { announce } from "./widgets/announce.js";
+import { chosenOptions } from "./widgets/option_fields.js";
 
 const chats = new Map();
 const DRAWN_EACH_MS = 40;
@@ -129,7 +130,7 @@ export function currentDial() {
 }
 
 function requestOf(id, before, text) {
-  const { kb, k } = settings.get();
+  const { kb } = settings.get();
   const body = {
     ...namedModel(), messages: [...history(before), { role: "user", content: text }],
     stream: true, stream_options: { include_usage: true }, explain: true,
@@ -138,7 +139,7 @@ function requestOf(id, before, text) {
   if (kb) {
     body.kb = kb;
     body.conversation_id = id;
-    if (k) body.k = k;
+    Object.assign(body, chosenOptions());
     if (reuse) body.reuse = reuse;
   } else if (reuse && !currentDial().needs_chunks) {
     body.reuse = reuse;

@@ -4,7 +4,7 @@ import { kbPath, useResource } from "../api.js";
 import { chatOf, freshChat } from "../chats.js";
 import { heads } from "../conversations.js";
 import { link, replace } from "../router.js";
-import { info, settings, setSetting } from "../session.js";
+import { settings } from "../session.js";
 import { useStore } from "../store.js";
 import { AnswerMessage, UserMessage } from "../widgets/messages.js";
 import { ChunkView } from "../widgets/chunk_view.js";
@@ -13,6 +13,7 @@ import { Icon } from "../widgets/icons.js";
 import { KbPicker, knowledgeBases } from "../widgets/kb_picker.js";
 import { LibraryList } from "../widgets/library_list.js";
 import { ModelPicker } from "../widgets/model_picker.js";
+import { OptionFields } from "../widgets/option_fields.js";
 import { Failure, Loading } from "../widgets/states.js";
 import { FirstRun, SampleQuestions } from "./first_run.js";
 
@@ -117,8 +118,7 @@ function Inside({ kb }) {
 
 function Composer({ draft, setDraft, busy, ask, stop }) {
   const area = useRef(null);
-  const { kb, k } = useStore(settings);
-  const hello = useStore(info);
+  const { kb } = useStore(settings);
   useEffect(() => {
     const { style } = area.current;
     style.height = "auto";
@@ -138,11 +138,7 @@ function Composer({ draft, setDraft, busy, ask, stop }) {
       </textarea>
     <div class="composer-tools">
       <${ModelPicker} /><${KbPicker} />
-      ${kb && html`<label class="k-field" title="How many passages go in front of the question">
-        <span>passages</span>
-        <input type="number" min="1" max="50" value=${k ?? hello.k ?? 5}
-          onChange=${(event) => setSetting("k",
-          Math.min(50, Math.max(1, Number(event.target.value) || 5)))} /></label>`}
+      ${kb && html`<${OptionFields} />`}
       <${Dial} />
       ${busy ? html`<button type="button" class="send" onClick=${stop}>
         <${Icon} name="stop" />Stop</button>`
