@@ -35,7 +35,7 @@ class ServedModelOut(Outgoing):
     strategies: list[WayOut]  # what can be compared
 
 
-class OptionOut(Outgoing):
+class ControlOut(Outgoing):
     """An option of a question that has a control on the web page."""
 
     name: str  # of a field of a chat request
@@ -48,10 +48,10 @@ class OptionOut(Outgoing):
     most: float | None
 
 
-def page_options(question: type = Question) -> list[OptionOut]:
+def page_options(question: type = Question) -> list[ControlOut]:
     """Return the options of a question that have a label, with what is said of them."""
     return [
-        OptionOut(
+        ControlOut(
             name=name,
             label=label,
             help=key.help,
@@ -88,7 +88,7 @@ class InfoOut(Outgoing):
     models: list[ServedModelOut]  # all that are served, the usual one first
     engine: bool  # is in this process, and can be looked at; false: this is a gateway
     k: int  # chunks in front of a question, where none is said
-    options: list[OptionOut]  # of a question, which the web page has controls for
+    options: list[ControlOut]  # of a question, which the web page has controls for
     formats: list[str]  # endings of files that uploads take
 
 
