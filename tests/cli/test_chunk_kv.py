@@ -9,9 +9,9 @@ import pytest
 
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.cli.amounts import progress_text, size_text, time_text
 from kvweave.cli.explain_view import missing_line
 from kvweave.cli.ingest_display import announcement, bar_words, measure_of
+from kvweave.cli.tables import progress_text, size_text, time_text
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages

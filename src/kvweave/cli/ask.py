@@ -55,6 +55,15 @@ class AskArguments:
     options: dict[str, Any]  # of the question, by the names of its fields: see `typed_options`
 
 
+class AskInputs(NamedTuple):
+    """What goes with the question, judged and read: options of a question by their names."""
+
+    reuse: str | None
+    ratio: float | None
+    history: list[dict[str, Any]]
+    documents: "list[Document]"
+
+
 class Waited(NamedTuple):
     """What the person who asked waited for, in seconds."""
 
@@ -105,38 +114,52 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
     """Answer QUESTION, from the given files or a knowledge base if there is one."""
     begun = click.get_current_context().find_object(CommandStart)
     started_s = time.perf_counter() if begun is None else begun.seconds
-    config = effective.config
     options = typed_options(effective, arguments)
     asked = AskArguments(**arguments, options=options)
+    inputs = _read_inputs(effective, asked)
+    if asked.url is None:
+        _ask_here(effective.config, asked, inputs, started_s)
+    else:
+        from kvweave.cli import remote
+        from kvweave.clients.server import ServerClient
+
+        messages = [*inputs.history, {"role": "user", "content": asked.question}]
+        fields = _request_fields(effective, asked, inputs)
+        client = ServerClient(asked.url)
+        remote.ask(client, messages, fields, as_json=asked.as_json, stats=asked.stats)
+
+
+def _read_inputs(effective: EffectiveConfig, asked: AskArguments) -> AskInputs:
+    """Judge what was typed and read the files that it names. Raises RequestError, CorpusError."""
     if not asked.question.strip():
         raise RequestError("the question is empty; ask something")
-    if "filter" in options and asked.kb_folder is None:
+    if "filter" in asked.options and asked.kb_folder is None:
         raise RequestError("--filter chooses among the documents of a knowledge base; add --kb DIR")
     if asked.files and asked.kb_folder is not None:
         raise RequestError("--file and --kb are two places to answer from; give one of them")
-    if asked.history is None and "library.rewrite" in effective.flags and config.library.rewrite:
+    if asked.history is None and asked.options.get("rewrite"):
         raise RequestError(
             "--rewrite is about a follow-up; say what was said before: --history FILE"
         )
-    reuse, ratio = _reuse(effective, options.get("ratio"), has_kb=asked.kb_folder is not None)
+    typed_ratio = asked.options.get("ratio")
+    reuse, ratio = _read_reuse(effective, typed_ratio, has_kb=asked.kb_folder is not None)
     history = _read_history(asked.history)
-    documents = [read_document(name) for name in asked.files]
-    if asked.url is not None:
-        messages = [*history, {"role": "user", "content": asked.question}]
-        _ask_server(effective, asked, documents, (reuse, ratio), messages)
-        return
+    return AskInputs(reuse, ratio, history, [read_document(name) for name in asked.files])
+
+
+def _ask_here(
+    config: WeaveConfig, asked: AskArguments, inputs: AskInputs, started_s: float
+) -> None:
+    """Answer in this process."""
     if asked.kb_folder is not None:
         check_knowledge_base(asked.kb_folder)
     from kvweave.app.weave import Sampling
 
     schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
     Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
-    options |= {
-        "documents": documents if asked.kb_folder is None else None,
-        "reuse": reuse,
-        "ratio": ratio,
-        "history": history,
-    }
+    options = asked.options | inputs._asdict()
+    if asked.kb_folder is not None:
+        options["documents"] = None
     # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
     # interpreter must not end while the engine computes.
     with closing(open_weave(config=_unaudited(config), kb=asked.kb_folder)) as weave:
@@ -144,39 +167,40 @@ def command(effective: EffectiveConfig, **arguments: Any) -> None:
         options["sampling"] = weave.sampling({"stop": asked.stop, "json_schema": schema})
         answer = _write(weave.stream(asked.question, **options), asked)
     waited = Waited(loading_s, time.perf_counter() - started_s)
-    missing = None
-    if asked.stats and answer.explain is not None:
-        missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, config.model))
     if asked.as_json:
-        about = {"model": weave.model_name, "question": asked.question}
-        held = dict.fromkeys(s.document for s in answer.sources if s.document is not None)
-        named = list(asked.files) or list(held)
-        told = {**about, "documents": named, **_as_document(answer, waited)}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        documents = dict.fromkeys(s.document for s in answer.sources if s.document is not None)
+        document = {
+            "model": weave.model_name,
+            "question": asked.question,
+            "documents": list(asked.files) or list(documents),
+            **_as_document(answer, waited),
+        }
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
     elif asked.explain:
         click.echo(_explained(weave, answer), err=True)
-    if missing is not None:
-        click.echo(missing, err=True)
+    _tell_people(config.model, asked, answer, waited)
+
+
+def _tell_people(model: ModelChoice, asked: AskArguments, answer: "Answer", waited: Waited) -> None:
+    """What stands on stderr below an answer."""
+    if asked.stats and answer.explain is not None:
+        missing = missing_line(answer.explain, _ingest_command(asked.kb_folder, model))
+        if missing is not None:
+            click.echo(missing, err=True)
     if answer.stopped_because is not None:
         click.echo(LOOPED, err=True)
-    if "cite" in options and not asked.as_json:
-        for source in answer.sources:
-            click.echo(f"[{source.cited_as}] {source.title or source.chunk[:8]}", err=True)
-    if asked.stats and not asked.as_json and not answer.nothing_found:
+    if asked.as_json:
+        return
+    for source in answer.sources if "cite" in asked.options else ():
+        click.echo(f"[{source.cited_as}] {source.title or source.chunk[:8]}", err=True)
+    if asked.stats and not answer.nothing_found:
         click.echo(click.style(_stats(answer, waited), dim=True), err=True)
 
 
-def _ask_server(
-    effective: EffectiveConfig,
-    asked: AskArguments,
-    documents: "list[Document]",
-    reuse: tuple[str | None, float | None],
-    messages: list[dict[str, Any]],
-) -> None:
-    """The same by a running server, whose own settings hold for what was not typed here."""
-    from kvweave.cli import remote
-    from kvweave.clients.server import ServerClient
-
+def _request_fields(
+    effective: EffectiveConfig, asked: AskArguments, inputs: AskInputs
+) -> dict[str, Any]:
+    """The fields of a chat request; the server's own settings hold for what was not typed here."""
     config, typed = effective.config, effective.flags
     fields: dict[str, Any] = {
         key.partition(".")[2]: config.value(key) for key in typed if key.startswith("sampling.")
@@ -184,12 +208,11 @@ def _ask_server(
     fields |= {name: v for name, v in asked.options.items() if name not in NOT_SENT}
     if asked.kb_folder is not None:
         fields["kb"] = str(asked.kb_folder)
-    if documents:
-        fields["documents"] = [{"title": d.title, "text": d.text} for d in documents]
-    if reuse != (None, None):
-        bound = config.quality.bound if "quality.bound" in typed else None
-        strategy = reuse[0] or "weave"
-        fields["reuse"] = {"strategy": strategy, "ratio": reuse[1], "bound": bound}
+    if inputs.documents:
+        fields["documents"] = [{"title": d.title, "text": d.text} for d in inputs.documents]
+    if (inputs.reuse, inputs.ratio) != (None, None):
+        strategy, bound = inputs.reuse or "weave", asked.options.get("bound")
+        fields["reuse"] = {"strategy": strategy, "ratio": inputs.ratio, "bound": bound}
     if asked.stop:
         fields["stop"] = list(asked.stop)
     if asked.json_schema is not None:
@@ -197,8 +220,7 @@ def _ask_server(
         fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     if asked.explain:
         fields["explain"] = True
-    client = ServerClient(asked.url or "")
-    remote.ask(client, messages, fields, as_json=asked.as_json, stats=asked.stats)
+    return fields
 
 
 def _write(answering: "PieceStream", asked: AskArguments) -> "Answer":
@@ -221,7 +243,7 @@ def _unaudited(config: WeaveConfig) -> WeaveConfig:
     return replace(config, quality=replace(config.quality, audit_share=0.0))
 
 
-def _reuse(
+def _read_reuse(
     effective: EffectiveConfig, typed_ratio: float | None, *, has_kb: bool
 ) -> tuple[str | None, float | None]:
     """Strategy and ratio, judged. A --ratio goes before what a file or a variable says."""

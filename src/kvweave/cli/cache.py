@@ -162,21 +162,15 @@ def gc(
 ) -> None:
     """Free space: leftovers of dead writers and quarantine always, objects by the options."""
     tier = _open_store(store, sweep=not dry_run)  # opening removes what dead writers left
-    newest_first = sorted(tier.scan(), key=lambda o: -o.written_s)
     if max_age_days is not None and tier.name == "redis":
         raise ConfigError("a redis server does not say how old objects are; set store.redis_ttl_s")
     oldest_s = 0.0 if max_age_days is None else time.time() - max_age_days * 86400
     doomed: list[StoredObject] = []
     kept_bytes = 0
-    for each in newest_first:
+    for each in sorted(tier.scan(), key=lambda o: -o.written_s):
         is_over = max_bytes is not None and kept_bytes + each.size_bytes > max_bytes
-        is_named = context_of(each.key).hex() in contexts
-        if (
-            is_over
-            or is_named
-            or each.written_s < oldest_s
-            or (foreign and _is_foreign(tier, each))
-        ):
+        is_named = each.written_s < oldest_s or context_of(each.key).hex() in contexts
+        if is_over or is_named or (foreign and _is_foreign(tier, each)):
             doomed.append(each)
         else:
             kept_bytes += each.size_bytes

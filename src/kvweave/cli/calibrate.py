@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.asked_kb import open_asked_kb
 from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
+from kvweave.cli.knowledge_bases import open_asked_kb
 from kvweave.cli.options import Command, model_of, model_options, pass_config, pass_model
 from kvweave.config import EffectiveConfig, QualitySettings
 from kvweave.errors import ConfigError, CorpusError, RequestError

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvweave.cli.knowledge_bases import find_tokenizer, open_weave
+from kvweave.cli.knowledge_bases import find_tokenizer, open_weave, with_model
 from kvweave.cli.options import json_option, model_options, pass_config
 from kvweave.cli.plan_view import decision_line
-from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig
 from kvweave.demo import PASSAGES, SHOWN, DemoQuestion, read_questions
 from kvweave.paths import home

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from kvweave.cli.amounts import progress_text
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.cli.options import (
     api_key_option,
@@ -18,7 +17,7 @@ from kvweave.cli.options import (
     url_option,
 )
 from kvweave.cli.remote import find_document
-from kvweave.cli.tables import make_table, table_console
+from kvweave.cli.tables import make_table, progress_text, table_console
 from kvweave.clients.server import Reply, ServerClient
 from kvweave.config import EffectiveConfig
 from kvweave.corpus.catalogue import DocumentInfo, Totals

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import click
 
 from kvweave.cli import serve
-from kvweave.cli.greeting import greet, url_of
 from kvweave.cli.options import REMOTE_KEYS, config_options, pass_config
 from kvweave.config import EffectiveConfig
 from kvweave.serve.starting import StartAnswers
@@ -80,7 +79,7 @@ def make_server(
     )
     opener = embedder_opener(config.library)
     libraries = Libraries(gateway, places, open_embedder=opener)
-    url = url_of(server_config.host, listener.getsockname()[1])
+    url = serve.url_of(server_config.host, listener.getsockname()[1])
     server = Server(
         gateway,
         limits=serve.make_limits(server_config),
@@ -92,7 +91,7 @@ def make_server(
                 Prepare("opening the embedder and knowledge bases", libraries.open_ahead),
                 Prepare("settling", settle),
             ],
-            on_ready=lambda: greet(
+            on_ready=lambda: serve.greet(
                 gateway.model_name, gateway.words, url, places.root, with_key=bool(keys)
             ),
             lame_s=server_config.lame_s,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.ingest_display import SecondsFor, progress_bar, show
-from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
+from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer, with_model
 from kvweave.cli.options import (
     Amount,
     api_key_option,
@@ -22,7 +22,6 @@ from kvweave.cli.options import (
     store_options,
     url_option,
 )
-from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig, WeaveConfig, known_keys
 from kvweave.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvweave.cli.amounts import progress_text, size_text, time_text
+from kvweave.cli.tables import progress_text, size_text, time_text
 
 if TYPE_CHECKING:
     from rich.progress import TaskID

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from kvweave.cli.amounts import progress_text, size_text
 from kvweave.cli.knowledge_bases import check_knowledge_base
 from kvweave.cli.options import config_option, json_option, kb_option, pass_config, url_option
+from kvweave.cli.tables import progress_text, size_text
 from kvweave.config import EffectiveConfig
 from kvweave.errors import CorpusError
 from kvweave.paths import kb_root

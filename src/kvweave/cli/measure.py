@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvweave.cli.knowledge_bases import with_model
 from kvweave.cli.options import json_option, model_options, pass_config
-from kvweave.cli.pulling import with_model
 from kvweave.config import EffectiveConfig
 
 if TYPE_CHECKING:

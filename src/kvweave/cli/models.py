@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvweave.cli.pulling import megabytes, pull_bar
+from kvweave.cli.knowledge_bases import megabytes, pull_bar
 from kvweave.errors import ModelNotFound
 from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
 from kvweave.model.files.model_cache import CachedModel, ModelCache

@@ -38,18 +38,23 @@ def ask(
             sys.stdout.flush()
         end |= {name: event[name] for name in ("sources", "usage", "explain") if event.get(name)}
     sys.stdout.write("\n")
+    _tell_end(end, fields, client.url if stats else None)
+
+
+def _tell_end(end: Reply, fields: Mapping[str, Any], url: str | None) -> None:
+    """What stands on stderr below an answer; the line about tokens where `url` says whose it is."""
     if fields.get("cite"):
         for source in end.get("sources", ()):
             title = source["title"] or source["chunk"][:8]
             click.echo(f"[{source['cited_as']}] {title}", err=True)
     if "explain" in end and fields.get("explain"):
         click.echo(json.dumps(end["explain"], indent=2), err=True)
-    if stats and "usage" in end:
+    if url is not None and "usage" in end:
         usage = end["usage"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         held = "" if cached is None else f" ({cached:,} cached)"
         words = f"{usage['prompt_tokens']:,} prompt{held} + {usage['completion_tokens']:,} answer"
-        click.secho(f"{words} tokens · {client.url}", dim=True, err=True)
+        click.secho(f"{words} tokens · {url}", dim=True, err=True)
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import ipaddress
+import json
 import os
 import signal
 import socket
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from kvweave.cli.greeting import EVERYWHERE, greet, url_of
 from kvweave.cli.interrupts import EXIT_CODE
 from kvweave.cli.knowledge_bases import open_models
 from kvweave.cli.options import config_option, config_options, pass_config, store_options
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvweave.serve.server import Server
 
 
+EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
 MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
 OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
 BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
@@ -252,6 +253,50 @@ def parse_folders(typed: Sequence[str]) -> "dict[LibraryKey, Path]":
             raise ConfigError(f"--kb {name} is there twice; leave one out")
         folders[place] = Path(folder)
     return folders
+
+
+def url_of(host: str, port: int) -> str:
+    if host in EVERYWHERE:
+        host = "localhost"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def greet(model: str, words: str, url: str, root: Path | None, *, with_key: bool) -> None:
+    """Lines that can be copied and run."""
+    from rich.console import Console
+
+    hello = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 32}
+    key = "YOUR-KEY" if with_key else "none"
+    header = " -H 'Authorization: Bearer YOUR-KEY'" if with_key else ""
+    console = Console(highlight=False)
+
+    def say(text: str = "", style: str = "") -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    say(f"kvweave serves {model} at {url}/v1", "bold green")
+    if root is None:
+        say("knowledge bases: those of --kb; --kb-root DIR lets uploads make others", "dim")
+    else:
+        say(f"knowledge bases: {root} (an upload makes one)", "dim")
+    say(f"web page: {url}/", "dim")
+    say(words, "dim")
+    say("Ctrl-C stops it. Try it from another terminal:", "dim")
+    say()
+    if root is not None:
+        say(f"  curl {url}/v1/kb/notes/documents{header} -F file=@README.md")
+    say(f"  curl {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\")
+    say(f"    -d '{json.dumps(hello)}'")
+    say()
+    say("or from Python (pip install openai):", "dim")
+    say()
+    say("  from openai import OpenAI")
+    say(f'  chat = OpenAI(base_url="{url}/v1", api_key="{key}").chat.completions')
+    say('  hello = [{"role": "user", "content": "Say hello."}]')
+    say(
+        f"  print(chat.create(model={model!r}, messages=hello, max_tokens=32)"
+        ".choices[0].message.content)"
+    )
+    console.file.flush()
 
 
 def need_extra() -> None:

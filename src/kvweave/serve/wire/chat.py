@@ -61,7 +61,7 @@ class ChatMessage(Incoming):
         return "".join(part.text for part in self.content or ())
 
     def as_message(self) -> dict[str, Any]:
-        """As Python callers send it."""
+        """Return the message as Python callers send it."""
         role = "system" if self.role == "developer" else self.role  # OpenAI's newer name of it
         said: dict[str, Any] = {"role": role, "content": self.text}
         if self.tool_calls:
@@ -89,7 +89,7 @@ class DocumentIn(Incoming):
     title: Text = ""
 
 
-def _titled(document: Any) -> Any:
+def _wrap_document(document: Any) -> Any:
     """A plain string is a document without a title."""
     if not isinstance(document, str | dict):
         raise PydanticCustomError("document", "must be a string or an object with text and title")
@@ -97,7 +97,7 @@ def _titled(document: Any) -> Any:
 
 
 AnyDocument = Annotated[
-    DocumentIn, BeforeValidator(_titled, json_schema_input_type=str | DocumentIn)
+    DocumentIn, BeforeValidator(_wrap_document, json_schema_input_type=str | DocumentIn)
 ]
 
 
@@ -107,13 +107,13 @@ class ReuseIn(Incoming):
     bound: float | None = None  # nats per token that "auto" may cost
 
 
-def _named(reuse: Any) -> Any:
+def _wrap_strategy(reuse: Any) -> Any:
     if not isinstance(reuse, str | dict):
         raise PydanticCustomError("reuse", "must be a string or an object with a strategy")
     return {"strategy": reuse} if isinstance(reuse, str) else reuse
 
 
-AnyReuse = Annotated[ReuseIn, BeforeValidator(_named, json_schema_input_type=str | ReuseIn)]
+AnyReuse = Annotated[ReuseIn, BeforeValidator(_wrap_strategy, json_schema_input_type=str | ReuseIn)]
 
 
 class JsonSchemaIn(Incoming):
