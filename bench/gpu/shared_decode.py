@@ -2,7 +2,7 @@
 
 Sequences of 8K: own rows at both ends, chunks between them in an order of their own; a share of the
 chunks is held by all, the rest by one sequence each; at ratio 0.15 that share of every sequence's
-chunk rows is its own, and it may see the others shifted (`kernels/shifted.py`). Everything random.
+chunk rows is its own, and it may see the others shifted (`kernels/shift.py`). Everything random.
 `kernels`: attention of one layer from a CUDA graph of several layers, turning of queries included,
 beside what reading each key and value once would take at the bandwidth of a large copy. `steps`:
 whole recorded steps of the decoder, tables included. Chunks lie as own rows do, or in 8 bits

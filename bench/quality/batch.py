@@ -18,7 +18,7 @@ from kvweave.fuse.drift import Drift
 from kvweave.fuse.request import FuseRequest
 from kvweave.fuse.stitched import Stitched
 from kvweave.fuse.taper import Taper
-from kvweave.kernels.grouped import attend_grouped
+from kvweave.kernels.attention import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.model.decoder import Decoder
 

@@ -235,7 +235,7 @@ def test_layers_that_lie_anywhere_are_scored_in_one_go(unit: int, rows: int) -> 
     keys = [held[i, : 333 * 2 * 64].view(333, 2, 64) for i in (1, 2, 0)]
     for k in keys:
         k.copy_(randn(333, 2, 64))
-    stack = columns.Stack.of(keys)
+    stack = columns.Stack.from_layers(keys)
     assert stack.unit == unit
     q = randn(3, rows, 6, 64)
     lse = columns.split_lse(q, stack)

@@ -12,7 +12,7 @@ import torch
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
-from kvweave.kernels.relocate import relocate, relocate_reference
+from kvweave.kernels.place import relocate, relocate_reference
 from kvweave.kernels.rope import make_angles
 from kvweave.kernels.types import RowMoves
 from kvweave.model.load import load_decoder

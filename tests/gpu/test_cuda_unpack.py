@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
 
 from kvweave.fuse.transfer.placement import packing_of
-from kvweave.kernels.gpu.shift import shift_rows
+from kvweave.kernels.gpu.place import shift_rows
 from kvweave.kernels.gpu.unpack import unpack_rows
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.types import StoredRows

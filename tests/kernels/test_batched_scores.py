@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from kvweave.kernels import batched_scores as batched
-from kvweave.kernels.batched_scores import batched_scores
-from kvweave.kernels.column_scores import column_scores, reduce
+from kvweave.kernels import column_scores as batched
+from kvweave.kernels.column_scores import batched_scores, column_scores, reduce
 
 
 @pytest.mark.parametrize("rows", ["sum", "mean", "max"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded, scales_between
-from kvweave.kernels.relocate import relocate
+from kvweave.kernels.place import relocate
 from kvweave.kernels.rope import make_angles
 from kvweave.kernels.types import CodedPages, RowMoves
 

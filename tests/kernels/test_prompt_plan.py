@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kvweave.kernels.gpu.prompt_plan import cut_chunks
+from kvweave.kernels.gpu.segment_plan import cut_chunks
 from kvweave.kernels.types import SharedChunk
 
 PAGE, BLOCK = 16, 8

@@ -40,7 +40,7 @@ def test_a_size_without_memory_pauses_and_no_other_does(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert refusals.may_record(8)
-            refusals.failed(8, SHORT)
+            refusals.note_failure(8, SHORT)
             assert refusals.may_record(4)
             assert [refusals.may_record(8) for _ in range(3)] == [False] * 3
     (line,) = caplog.messages
@@ -55,7 +55,7 @@ def test_a_size_without_memory_pauses_and_no_other_does(
 def test_any_other_failure_ends_a_kind_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     layers, decoding = Refusals("layers", "prefills take longer"), Refusals("decoding", "")
     with caplog.at_level(logging.WARNING):
-        layers.failed(64, BROKEN)
+        layers.note_failure(64, BROKEN)
     assert not any(layers.may_record(rows) for rows in (64, 16) * 2000)
     assert decoding.may_record(64)
     assert caplog.messages == [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvweave.kernels.relocate import relocate
+from kvweave.kernels.place import relocate
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.types import RowMoves
 

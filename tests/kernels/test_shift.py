@@ -28,7 +28,7 @@ def test_rows_move_by_their_chunks_vector_and_no_others(
     if by_runs:
         of_chunk = [Angles(turn.cos[:3], turn.sin[:3]), Angles(turn.cos[3:], turn.sin[3:])]
         starts = [start for start, _ in BOUNDS]
-        runs = ChunkRuns.of(list(zip(starts, of_chunk, strict=True)), 16)
+        runs = ChunkRuns.from_chunks(list(zip(starts, of_chunk, strict=True)), 16)
         shift_runs(keys, values, by_k, by_v, runs)
     else:
         shift(keys, values, by_k, by_v, CHUNK, ROW, turn)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvweave.kernels.rope import make_angles, rotate
-from kvweave.kernels.shifted import mean_turned
+from kvweave.kernels.shift import mean_turned
 
 
 @pytest.mark.parametrize("still", [0, 6])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
-from kvweave.kernels.grouped import attend_grouped
+from kvweave.kernels.attention import attend_grouped
 from kvweave.kernels.rope import Angles, rotate
 
 

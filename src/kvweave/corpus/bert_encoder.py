@@ -173,7 +173,7 @@ class BertEncoder:
         """Carry a text, and its lines as short ones, through `products`: rounding goes by them."""
         import torch
 
-        from kvweave.kernels.dim_choice import TEXT
+        from kvweave.kernels.integer_products import TEXT
 
         texts = [TEXT, *TEXT.splitlines()]
         read = [each.ids for each in self._tokenizer.encode_batch(texts)]
@@ -225,8 +225,7 @@ def round_products(
     alike at every start. Dims are not evened out: what is best for so short a text was seen to be
     worse than nothing for others (MiniLM). A small model stays in float32.
     """
-    from kvweave.kernels.dim_choice import Tap
-    from kvweave.kernels.integer_products import integer_kernels, round_linear
+    from kvweave.kernels.integer_products import Tap, integer_kernels, round_linear
     from kvweave.kernels.rounded import extra_columns, split_dims
 
     if sum(linear.weight.numel() for linear in exact.values()) < LEAST_WEIGHTS:

@@ -24,7 +24,7 @@ from kvweave.engine.runner import Runner
 from kvweave.fuse.recordings import recordings_of
 from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.host import on_device
-from kvweave.kernels.shifted import mean_turned
+from kvweave.kernels.shift import mean_turned
 from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV

@@ -281,5 +281,5 @@ def run_by_run(
     nothing is gathered or scattered."""
     head_dim = decoder.spec.head_dim
     chunks = [(s.start, decoder.angles(torch.arange(s.start, s.end))) for s in spans]
-    runs = ChunkRuns.of(chunks, head_dim)
+    runs = ChunkRuns.from_chunks(chunks, head_dim)
     return lambda keys, values, by_k, by_v: shift_runs(keys, values, by_k, by_v, runs)

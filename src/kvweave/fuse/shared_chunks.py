@@ -29,9 +29,9 @@ from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.sources import ChunkSource
 from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded
 from kvweave.kernels.host import on_device
-from kvweave.kernels.relocate import relocate
+from kvweave.kernels.place import relocate
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.shifted import mean_turned
+from kvweave.kernels.shift import mean_turned
 from kvweave.kernels.types import RowMoves
 from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey

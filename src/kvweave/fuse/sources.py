@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.kernels.laid_codes import (
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kernels.unpack import (
     StoredCodes,
     can_lay_codes,
     lay_codes,
     takes_codes,
 )
-from kvweave.kernels.rope import Angles, rotate
 from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, decode_joined

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
-from kvweave.kernels.native.attention import attend_row, attend_rows
 from kvweave.kernels.native.library import CompiledLibrary
+from kvweave.kernels.native.operators import attend_row, attend_rows
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
 
@@ -192,3 +192,25 @@ def _sdpa(
         enable_gqa=True,
     )
     return heads_first[0].transpose(0, 1)
+
+
+def attend_grouped(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """Attention output [B, R, Hq, D] of q [B, R, Hq, D] over keys and values [B, N, Hk, D].
+
+    `seen` [B, R, N] or [R, N] says which keys a row sees; None: all of them.
+    """
+    num, rows, num_heads, head_dim = q.shape
+    kv_heads = keys.shape[2]
+    group = num_heads // kv_heads
+    # [B, R, Hk, G, D] -> [B, Hk, G * R, D]
+    lined = q.view(num, rows, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    lined = lined.reshape(num, kv_heads, group * rows, head_dim)
+    mask = None
+    if seen is not None:
+        seen = seen.expand(num, rows, seen.shape[-1])
+        mask = seen[:, None].repeat(1, 1, group, 1)  # [B, 1, G * R, N]
+    o = F.scaled_dot_product_attention(
+        lined, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask
+    )
+    o = o.view(num, kv_heads, group, rows, head_dim).permute(0, 3, 1, 2, 4)
+    return o.reshape(num, rows, num_heads, head_dim)

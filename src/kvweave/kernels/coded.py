@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import has_kernels
-from kvweave.kernels.relocate import relocate_reference
+from kvweave.kernels.place import relocate_reference
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import CodedPages, RowMoves
 
@@ -83,7 +83,7 @@ def relocate_coded(
     out_keys: Tensor,
     out_values: Tensor,
 ) -> None:
-    """As `relocate.relocate`, of rows of which those with turn 0 come from keys and values
+    """Do what `place.relocate` does with rows of which those with turn 0 come from keys and values
     [T, Hk, D] as they are, and all others from slots of coded pages."""
     if not moves.source.shape[0]:
         return

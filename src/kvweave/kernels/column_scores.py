@@ -14,9 +14,80 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvweave.kernels.batched_scores import batched_scores
 from kvweave.kernels.dispatch import has_kernels
 from kvweave.kernels.host import on_device
+
+HELD = 128 << 20  # logits held at a time on a GPU
+
+
+def batched_scores(
+    q: Tensor,
+    keys: Tensor,
+    others: Sequence[tuple[Tensor, Tensor | None]],
+    chunks: Sequence[tuple[int, int]] | None,
+    rows: str,
+    step: int | None = None,
+) -> Tensor:
+    """Attention [Hq, N] that each of `keys` [N, Hk, D] gets, rows put together as `rows` says.
+
+    `chunks` gives each its own softmax; None: one over the columns and `others`. `step` rows are
+    done together; None: as many as HELD logits allow.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = keys.shape[1]
+    columns = keys.float().permute(1, 2, 0)  # [Hk, D, N]
+    more = [(k.float().permute(1, 2, 0), seen) for k, seen in others]
+    asking = q.float() * head_dim**-0.5
+    asking = asking.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)  # [Hk, G, Q, D]
+    group = num_heads // num_kv_heads
+    step = step or max(1, HELD // (num_heads * max(1, len(keys))))
+    best = torch.zeros(num_kv_heads, group, len(keys), dtype=torch.float32, device=q.device)
+    for start in range(0, num_rows, step):
+        block = slice(start, start + step)
+        mine = asking[:, :, block]
+        flat = mine.reshape(num_kv_heads, -1, head_dim)
+        logits = torch.bmm(flat, columns).view(*mine.shape[:3], -1)  # [Hk, G, rows, N]
+        if chunks is not None:
+            logits = _softmax_each(logits, chunks)
+        elif not more:
+            logits = logits.softmax(-1)
+        else:
+            total = logits.logsumexp(-1, keepdim=True)
+            for extra, seen in more:
+                added = torch.bmm(flat, extra).view(*mine.shape[:3], -1)
+                if seen is not None:
+                    added = added.masked_fill(~seen[block], float("-inf"))
+                total = torch.logaddexp(total, added.logsumexp(-1, keepdim=True))
+            logits = logits.sub_(total).exp_()
+        if rows == "max":
+            best = torch.maximum(best, logits.amax(2))
+        else:
+            best += logits.sum(2)
+    if rows == "mean":
+        best /= num_rows
+    return best.flatten(0, 1)
+
+
+def _softmax_each(logits: Tensor, chunks: Sequence[tuple[int, int]]) -> Tensor:
+    """Softmax over every chunk [start, end) of the last axis by itself."""
+    lengths = [end - start for start, end in chunks]
+    longest = max(lengths)
+    folded = (*logits.shape[:-1], len(chunks), longest)
+    if min(lengths) == longest and len(chunks) * longest == logits.shape[-1]:
+        return logits.view(folded).softmax(-1).flatten(-2)
+    starts = torch.tensor([start for start, _ in chunks])
+    nth = torch.arange(longest)
+    seen = nth < torch.tensor(lengths)[:, None]  # [C, M]
+    at = (starts[:, None] + nth)[seen]  # columns, in the order of the chunks
+    places = on_device(torch.nonzero(seen.flatten())[:, 0], logits.device)
+    at = on_device(at, logits.device)
+    padded = logits.new_full((*logits.shape[:-1], len(chunks) * longest), float("-inf"))
+    padded[..., places] = logits[..., at]
+    each = padded.view(folded).softmax(-1).flatten(-2)
+    out = torch.zeros_like(logits)
+    out[..., at] = each[..., places]
+    return out
+
 
 Reduce = Literal["sum", "mean", "max"]
 # Which keys share the softmax: everything a row sees, the columns alone, or each chunk by itself.
@@ -44,40 +115,15 @@ def column_scores(
     if _kernels_can(q, keys) and normaliser != "chunk" and len(q) and len(keys):
         found = _by_kernel([q], [keys], [([k], seen) for k, seen in beside], rows)
         return reduce(found[0], heads, dim=0)
-    if q.is_cuda:  # a loop over heads and chunks would order more than it computes
-        each = chunks if normaliser == "chunk" else None
+    each = chunks if normaliser == "chunk" else None
+    if q.is_cuda:  # a loop over heads would order more than it computes
         return reduce(batched_scores(q, keys, beside, each, rows), heads, dim=0)
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = keys.shape[1]
-    group = num_heads // num_kv_heads
-    per_head: list[Tensor] = []
-    for kv_head in range(num_kv_heads):
-        mine = q[:, kv_head * group : (kv_head + 1) * group].transpose(0, 1)  # [G, Q, D]
-        columns = keys[:, kv_head].float()
-        most = torch.zeros(group, len(keys), dtype=torch.float32, device=q.device)
-        for start in range(0, num_rows, BLOCK_ROWS):
-            block = slice(start, start + BLOCK_ROWS)
-            # side by side: else the product would copy the columns once for each head
-            asking = (mine[:, block].float() * head_dim**-0.5).contiguous()
-            logits = torch.matmul(asking, columns.T)  # [G, rows, N]
-            if normaliser == "chunk":
-                for first, last in chunks:
-                    logits[..., first:last] = logits[..., first:last].softmax(-1)
-            elif normaliser == "context":
-                logits = logits.softmax(-1)
-            else:
-                total = logits.logsumexp(-1, keepdim=True)
-                for more, seen in beside:
-                    extra = torch.matmul(asking, more[:, kv_head].float().T)
-                    if seen is not None:
-                        extra = extra.masked_fill(~seen[block], float("-inf"))
-                    total = torch.logaddexp(total, extra.logsumexp(-1, keepdim=True))
-                logits = logits.sub_(total).exp_()
-            if rows == "max":
-                most = torch.maximum(most, logits.amax(1))
-            else:
-                most += logits.sum(1)
-        per_head.append(most / num_rows if rows == "mean" else most)  # [G, N]
+    group, per_head = q.shape[1] // keys.shape[1], []  # [G, N] of each KV head
+    for i in range(keys.shape[1]):
+        at = slice(i, i + 1)
+        own = [(k[:, at], seen) for k, seen in beside]
+        mine = q[:, i * group : (i + 1) * group]
+        per_head.append(batched_scores(mine, keys[:, at], own, each, rows, BLOCK_ROWS))
     return reduce(torch.cat(per_head), heads, dim=0)
 
 
@@ -149,18 +195,18 @@ def _by_kernel(
 ) -> Tensor:
     """[S, Hq, N] of some layers, for `column_scores`. `others` are few (the question, the
     preamble): plain products."""
-    from kvweave.kernels.gpu.columns import Stack, columns_reduce, merged, split_lse
+    from kvweave.kernels.gpu.columns import Stack, columns_reduce, merge_parts, split_lse
     from kvweave.kernels.gpu.tiles import LOG2_E
 
-    asking, stack = _stacked(q), Stack.of(keys)
+    asking, stack = _stack(q), Stack.from_layers(keys)
     total = split_lse(asking, stack)  # [parts, S, Hq, Q], to the base 2
     if others:
-        total = merged(total)
+        total = merge_parts(total)
         layers, num_rows, heads, dim = asking.shape
         kv_heads = keys[0].shape[1]
         wide = asking.float().view(layers, num_rows, kv_heads, heads // kv_heads, dim)
         for held, seen in others:
-            extra = torch.einsum("sqhgd,suhd->shgqu", wide, _stacked(held).float()) * dim**-0.5
+            extra = torch.einsum("sqhgd,suhd->shgqu", wide, _stack(held).float()) * dim**-0.5
             if seen is not None:
                 extra = extra.masked_fill(~seen, float("-inf"))
             found = extra.flatten(1, 2).logsumexp(-1)  # [S, Hq, Q]
@@ -170,8 +216,8 @@ def _by_kernel(
     return found / asking.shape[1] if rows == "mean" else found
 
 
-def _stacked(each: Sequence[Tensor]) -> Tensor:
-    return each[0][None] if len(each) == 1 else torch.stack(list(each))
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def reduce(x: Tensor, how: Reduce, dim: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""Fresh rows between projection and attention: turned, and keys and values laid in place.
+"""Rows of keys and values put where they belong: fresh ones between projection and attention, and
+rows of one memory moved to another. Keys are turned on the way.
 
-On a GPU one launch where rotating and writing them one by one takes four; `mean_changes` is what
-stood there before against what comes, by chunk, for drift.
+On a GPU one launch where rotating and writing them one by one takes four. `mean_changes` is what
+stood there before against what comes, by chunk, for drift. `relocate` lays shared chunks into the
+one layer that a pass works on, and keeps the rows that it computed.
 
-Shapes: R rows, C of them chosen, M chunks, T rows of the request's KV, Hq query heads, Hk KV heads,
-D head dim, r rotary dims.
+Shapes: R rows, C of them chosen, M chunks, T rows of a memory, S turns, Hq query heads, Hk KV
+heads, D head dim, r rotary dims.
 """
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from kvweave.kernels.dispatch import compiled, has_kernels
 from kvweave.kernels.native import stored as in_c
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.types import Owners
+from kvweave.kernels.types import Owners, RowMoves
 
 
 def place(
@@ -78,3 +80,46 @@ def mean_changes(
         fresh = in_c.FreshRows(k, v, rows, at)
         return in_c.sum_changes(library, fresh, turn, keys, values, owners)
     return owners.sums(changes(k, v, rows, turn, at, keys, values))
+
+
+def relocate(
+    keys: Tensor,
+    values: Tensor,
+    moves: RowMoves,
+    turn: Angles | None,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """Write rows of keys and values [T, Hk, D] to rows of out_keys and out_values, of one dtype.
+
+    `turn` [S, 1, r/2] in float32 turns keys, which are rounded once; None leaves them alone.
+    """
+    if not moves.source.shape[0]:
+        return
+    memory = (keys, values, out_keys, out_values)
+    if has_kernels(keys) and all(x.is_contiguous() for x in memory):
+        from kvweave.kernels.gpu.place import relocate_rows
+
+        relocate_rows(keys, values, moves, turn, out_keys, out_values)
+        return
+    relocate_reference(keys, values, moves, turn, out_keys, out_values)
+
+
+def relocate_reference(
+    keys: Tensor,
+    values: Tensor,
+    moves: RowMoves,
+    turn: Angles | None,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """The definition of `relocate`."""
+    source, target, which = moves
+    k = keys.index_select(0, source)
+    if turn is not None:
+        assert which is not None, "each row has a turn"
+        wide = k.dtype if k.dtype in (torch.float32, torch.float64) else torch.float32
+        angles = Angles(*(x.index_select(0, which).to(wide) for x in turn))
+        k = rotate(k.to(wide), angles).to(out_keys.dtype)
+    out_keys[target] = k
+    out_values[target] = values.index_select(0, source)

@@ -88,7 +88,7 @@ def quantise_fp8(x: Tensor, *, group: int, axis: int) -> Groups:
 def dequantise_fp8(
     groups: Groups, *, group: int, axis: int, out: Tensor, lengths: tuple[int, ...] = ()
 ) -> Tensor:
-    """As `dequantise`, for fp8."""
+    """Write fp8 codes as `dequantise` writes integer ones."""
     # e4m3 is an fp16 with a shorter exponent and mantissa: moved to the same bits it is the same
     # number times 2^-8. Sign-extend, shift by 7, clear the copy of the sign in the exponent.
     # Ten times as fast on a CPU as converting from float8.

@@ -52,11 +52,12 @@ class Refusals:
         try:
             return record()
         except RuntimeError as error:  # torch's word for every CUDA error
-            self.failed(num_rows, error)
+            self.note_failure(num_rows, error)
             return None
 
-    def failed(self, num_rows: int, error: Exception) -> None:
-        """Recording this size failed. Said in one line: once for a size, once for the kind."""
+    def note_failure(self, num_rows: int, error: Exception) -> None:
+        """Note that recording this size failed, and log it in one line: once for a size, once for
+        the kind."""
         reason = str(error).partition("\n")[0]
         if not is_out_of_memory(error):
             self.num_failed += 1
@@ -76,7 +77,7 @@ class Refusals:
 
 
 def count_refusals(refusals: Sequence[Refusals]) -> dict[str, int]:
-    """Of all kinds together, as the engine's stats have them. Any thread."""
+    """Sum up the refusals of all kinds, for the engine's stats. Any thread."""
     return {
         "recordings_failed": sum(each.num_failed for each in refusals),
         "recordings_without_memory": sum(each.num_without_memory for each in refusals),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
-from kvweave.kernels.native import elementwise as in_c
+from kvweave.kernels.native import operators as in_c
 
 
 class Angles(NamedTuple):
@@ -41,7 +41,7 @@ def make_angles(positions: Tensor, inv_freq: Tensor, scale: float, dtype: torch.
 
 
 def per_head(angles: Angles, num_heads: int) -> Angles:
-    """The same angles, on a CPU laid out once per head: [R, H, r/2].
+    """Return the angles, on a CPU laid out once per head: [R, H, r/2].
 
     For many rows that are turned layer after layer. Without broadcasting between them, rows and
     heads are one loop to the CPU, a quarter faster; a GPU would only read more.

@@ -11,7 +11,7 @@ without gaps. Chunks lie once, in read-only pages, keys turned to their places i
 
 Chunks may lie in 8 bits (`coded.py`), in pages that hold more of their tokens: scores over them are
 multiplied by the scales of keys, weights by those of values. And a sequence may see the rows of a
-chunk that it did not replace shifted, by one vector for all (`shifted.py`).
+chunk that it did not replace shifted, by one vector for all (`shift.py`).
 
 A row at position t sees own slots up to its rank (how many own rows stand at or before it, minus
 one) and those keys of the chunks that stand at or before t and were not replaced.
@@ -121,7 +121,7 @@ class _Seen:
         self._pieces: list[_SeenPiece] = []
 
     def look_at_own(self, own: PagedSegment, ranks: Tensor, page: int) -> None:
-        lined = self._lined(self._q)
+        lined = self._line_up(self._q)
         first = 0
         for start, end in page_pieces(own.page_table, own.runs, page, int(ranks[-1]) + 1):
             at = torch.arange(first, first + end - start)
@@ -138,7 +138,7 @@ class _Seen:
         if self._coded is not None and self._coded.lift is not None:
             group = self._q.shape[1] // self._kv_heads
             turned = turned * self._coded.lift.repeat_interleave(group, 0)
-        lined = self._lined(turned.to(self._q.dtype))
+        lined = self._line_up(turned.to(self._q.dtype))
         shifted = None
         if chunk.shift is not None:
             scores = torch.matmul(lined, self._keys[chunk.shift].to(lined.dtype)[:, :, None])
@@ -172,7 +172,7 @@ class _Seen:
         out = out.view(self._kv_heads, heads // self._kv_heads, num, head_dim)
         return out.permute(2, 0, 1, 3).reshape(num, heads, head_dim)
 
-    def _lined(self, q: Tensor) -> Tensor:
+    def _line_up(self, q: Tensor) -> Tensor:
         num, heads, head_dim = q.shape
         group = heads // self._kv_heads
         lined = q.view(num, self._kv_heads, group, head_dim).permute(1, 2, 0, 3)

@@ -43,7 +43,7 @@ class SharedChunk(NamedTuple):
     start: int  # position of its first token in this prompt
     # [num_tokens] bool on the host: rows the sequence has of its own
     replaced: Tensor | None = None
-    # slot of the pool, as own rows have, of what the others are shifted by (`shifted.py`); its key
+    # slot of the pool, as own rows have, of what the others are shifted by (`shift.py`); its key
     # is divided by whatever those of the chunk are
     shift: int | None = None
 

@@ -3,15 +3,19 @@
 A layer of many chunks lies in one buffer of bytes, each chunk encoded by itself (see
 kv/format/codec.py): keys, then values, plain or as group codes with fp16 parameters. Every token
 finds its bytes through a table (where its chunk starts, its number in it, how long it is), so
-chunks of any lengths take one launch. Keys are turned in float32 and rounded once.
+chunks of any lengths take one launch. Keys are turned in float32 and rounded once. On a CPU
+compiled kernels do the same for 8-bit codes (`lay_codes`); other codecs decode, `rope.py` turns.
 
 Shapes: N stored tokens, T rows of the request's KV, Hk KV heads, D head dim, r rotary dims.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import has_kernels
+from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.native.stored import StoredCodes, has_whole_rows, lay_chunks
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import Packing, StoredRows
 
@@ -48,7 +52,7 @@ def unpack_reference(
 ) -> None:
     """The definition of `unpack`. Indexes every byte: for checking, not for speed."""
     heads, head_dim = out_k.shape[1:]
-    k, v = (x.view(-1, heads, head_dim) for x in _decoded(data, packing, rows, heads, head_dim))
+    k, v = (x.view(-1, heads, head_dim) for x in _decode(data, packing, rows, heads, head_dim))
     if turn is not None:
         cos, sin = turn.cos.float(), turn.sin.float()
         half = cos.shape[-1]
@@ -58,7 +62,7 @@ def unpack_reference(
     out_v[rows.row] = v.to(out_v.dtype)
 
 
-def _decoded(
+def _decode(
     data: Tensor, packing: Packing, rows: StoredRows, heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of every token, float32 [N, Hk * D] each."""
@@ -117,3 +121,27 @@ def _is_even(packing: Packing, out: Tensor) -> bool:
     """Whether parameters lie on whole halves, which a kernel can load."""
     heads, head_dim = out.shape[1:]
     return packing.kind == "plain" or heads * head_dim * packing.bits // 8 % 2 == 0
+
+
+__all__ = ["StoredCodes", "can_lay_codes", "lay_codes", "takes_codes"]
+
+
+def can_lay_codes(head_dim: int) -> bool:
+    """Whether there are kernels for heads of this size: then for float32 on a CPU."""
+    library = compiled()
+    return library is not None and head_dim <= library.most_dim
+
+
+def takes_codes(keys: Tensor, values: Tensor) -> bool:
+    """Whether they can be laid into this memory [T, Hk, D]."""
+    return compiled(keys, values) is not None and has_whole_rows(keys, values)
+
+
+def lay_codes(
+    chunks: Sequence[StoredCodes], group: int, turn: Angles, keys: Tensor, values: Tensor
+) -> None:
+    """Write chunks into rows of keys, turned, and values [T, Hk, D]. `turn` [N, 1, r/2] is of all
+    tokens, chunk by chunk; `group` values share parameters. Only where `takes_codes`."""
+    library = compiled(keys, values)
+    assert library is not None, "asked without kernels, or for another dtype than float32"
+    lay_chunks(library, chunks, group, turn, keys, values)

@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled
-from kvweave.kernels.gate import silu_mul
+from kvweave.kernels.elementwise import rms_norm, silu_mul
 from kvweave.kernels.host import on_device
 from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
 from kvweave.kernels.native.loading import NativeKernels, kernels_so_far
-from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.model.batch_kv import BatchKV, kv_of
 from kvweave.model.rope import frequencies

@@ -194,7 +194,7 @@ class RecordedDecode:
             tables = ATTENTIONS[kind](self._decoder, self._pool, num_rows, self._page_arrays)
             made = RecordedStep(self._decoder, self._pool, num_rows, tables, other)
         except Exception as error:  # CUDA's, or Triton's: its kernel is compiled here first
-            refusals.failed(num_rows, error)
+            refusals.note_failure(num_rows, error)
             return None
         self._recordings[num_rows, kind] = made
         return made

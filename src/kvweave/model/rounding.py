@@ -26,11 +26,10 @@ from torch import Tensor
 
 from kvweave import paths
 from kvweave.kernels.attention import attend
-from kvweave.kernels.dim_choice import TEXT, Tap, best_dims
-from kvweave.kernels.integer_products import round_linear
+from kvweave.kernels.elementwise import rms_norm
+from kvweave.kernels.integer_products import TEXT, Tap, best_dims, round_linear
 from kvweave.kernels.linear import Linear, Projection
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import rotate
 from kvweave.kernels.rounded import extra_columns
 from kvweave.kernels.types import Segment

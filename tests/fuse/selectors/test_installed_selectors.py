@@ -81,9 +81,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     subprocess.run([*pip, "--target", str(target), str(wheel)], check=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(target))
-        strategies._installed.cache_clear()
+        strategies._find_installed.cache_clear()
         yield target
-    strategies._installed.cache_clear()
+    strategies._find_installed.cache_clear()
 
 
 def test_a_selector_of_another_package_chooses_the_rows(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.attention import attend_reference
-from kvweave.kernels.native.attention import attend_row, attend_rows
 from kvweave.kernels.native.library import CompiledLibrary
+from kvweave.kernels.native.operators import attend_row, attend_rows
 from kvweave.kernels.types import Segment
 
 HEADS = [(9, 3, 64), (4, 4, 80), (14, 2, 64), (2, 1, 7)]

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels import dispatch
-from kvweave.kernels.gate import silu_mul
-from kvweave.kernels.native import elementwise as in_c
+from kvweave.kernels.elementwise import rms_norm, silu_mul
+from kvweave.kernels.native import operators as in_c
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.norm import rms_norm
 from kvweave.kernels.rope import Angles, make_angles, per_head, rotate
 
 ByTorch = Callable[[Callable[[], Tensor]], Tensor]

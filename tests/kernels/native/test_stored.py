@@ -107,7 +107,7 @@ def test_chunks_move_as_the_definition_moves_them(
         (start, make_angles(torch.arange(start, end), freq, 1.2, torch.float32))
         for start, end in places
     ]
-    runs = ChunkRuns.of(chunks, dim)
+    runs = ChunkRuns.from_chunks(chunks, dim)
 
     def moved() -> Tensor:
         held = kv.clone()
@@ -175,7 +175,9 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Compiled
     longer = owners._replace(bounds=owners.bounds + 9)
     with pytest.raises(ValueError, match="bounds"):
         sum_changes(library, fresh, turn, kv[0], kv[1], longer)
-    runs = ChunkRuns.of([(85, make_angles(torch.arange(6), torch.ones(4), 1, torch.float32))], 8)
+    runs = ChunkRuns.from_chunks(
+        [(85, make_angles(torch.arange(6), torch.ones(4), 1, torch.float32))], 8
+    )
     by = torch.zeros(2, 1, 2, 8)
     with pytest.raises(ValueError, match="not among 90"):
         shift_runs(library, (kv[0], kv[1]), (by[0], by[1]), runs.table, runs.turn)

@@ -96,23 +96,23 @@ def default_ratio(name: str) -> float:
 
 def is_known(name: str) -> bool:
     """Whether a strategy goes by this name. Other packages are asked for unknown names alone."""
-    return name in NAMES or name in _installed()
+    return name in NAMES or name in _find_installed()
 
 
 def known_names() -> Sequence[str]:
     """The names of all strategies, those of other packages last."""
-    return (*NAMES, *sorted(_installed().keys() - set(NAMES)))
+    return (*NAMES, *sorted(_find_installed().keys() - set(NAMES)))
 
 
 @functools.cache
-def _installed() -> dict[str, EntryPoint]:
+def _find_installed() -> dict[str, EntryPoint]:
     return {each.name: each for each in entry_points(group=INSTALLED)}
 
 
 def _open_installed(name: str, facts: ModelFacts) -> Strategy:
     """A strategy that another package brings: its entry point is called with the facts of a model
     and returns a selector or a whole `Strategy`. Raises ConfigError where that fails."""
-    entry = _installed()[name]
+    entry = _find_installed()[name]
     try:
         made = entry.load()(facts)
         if not isinstance(made, Strategy):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.fuse.protocol import Projected
-from kvweave.kernels.norm import rms_norm
+from kvweave.kernels.elementwise import rms_norm
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.model.rope import frequencies
 from kvweave.model.rows import QKV

@@ -25,7 +25,7 @@ from kvweave.kernels.gpu.row_plan import (
     to_device,
 )
 from kvweave.kernels.gpu.rows import attend_rows, merge_pieces
-from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.gpu.tiles import LOG2_E, precision, tile_width
 from kvweave.kernels.types import PagedSegment, Segment
 
 CAUSAL_ROWS = 1024  # from here on plain causal attention goes to the vendor's kernel
@@ -230,7 +230,7 @@ def attend(
         plan.items if apart is None else to_device(apart, q.device),
         plan.items if pages is None else pages, 0 if pages is None else pages.stride(0),
         scale * LOG2_E, *q.stride()[:2], *_strides(keys), *_strides(values), *out.stride()[:2],
-        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=padded(q.shape[-1]),
+        G=group, HK=kv_heads, D=q.shape[-1], BLOCK_D=tile_width(q.shape[-1]),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=kv.page, APART=unit,
         PRECISION=precision(q),
         num_warps=how.warps, num_stages=how.stages,
@@ -264,7 +264,7 @@ def _attend_hopper(
 
 def choose(dtype: torch.dtype, head_dim: int, group: int, longest: int) -> Launch:
     """The tile for rows like these. A small fixed set: nothing is tuned while a user waits."""
-    wide, least = padded(head_dim), triton.next_power_of_2(group)
+    wide, least = tile_width(head_dim), triton.next_power_of_2(group)
     few = max(16, triton.next_power_of_2(group * min(longest, FEW_ROWS)))
     if dtype == torch.float32:
         return Launch(few if longest <= FEW_ROWS else max(32, least), 32, 4, 1, 1)
@@ -323,7 +323,7 @@ def merge(
         return
     merge_pieces[(len(merges), kv_heads, block_m // PART_M)](
         out, *parts, merges, *out.stride()[:2],
-        G=group, HK=kv_heads, D=out.shape[-1], BLOCK_D=padded(out.shape[-1]),
+        G=group, HK=kv_heads, D=out.shape[-1], BLOCK_D=tile_width(out.shape[-1]),
         BLOCK_M=block_m, PART_M=PART_M, PART_S=PART_S,
     )  # fmt: skip
 

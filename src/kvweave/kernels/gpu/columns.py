@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.gpu.row_plan import to_device
-from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.gpu.tiles import LOG2_E, precision, tile_width
 
 BLOCK_M, BLOCK_N = 64, 64
 BUSY = 512  # programs that keep a large chip busy
@@ -128,8 +128,9 @@ class Stack(NamedTuple):
     unit: int  # in units of how many elements
 
     @classmethod
-    def of(cls, keys: Sequence[Tensor]) -> "Stack":
-        """In units of 16, so that the kernel may read wide, wherever possible."""
+    def from_layers(cls, keys: Sequence[Tensor]) -> "Stack":
+        """Find how far the keys of layers lie apart, in units of 16 wherever possible: the kernel
+        may then read wide."""
         if len(keys) == 1:
             return cls(keys[0], None, 0)
         assert len({(k.shape, k.stride(), k.dtype) for k in keys}) == 1, "layers are alike"
@@ -142,11 +143,11 @@ class Stack(NamedTuple):
 
 def row_lse(q: Tensor, keys: Tensor, limits: Tensor | None = None) -> Tensor:
     """log2 of the softmax's denominator [Hq, R] of rows q [R, Hq, D] over keys [N, Hk, D]."""
-    return merged(split_lse(q[None], Stack.of([keys]), limits))[0]
+    return merge_parts(split_lse(q[None], Stack.from_layers([keys]), limits))[0]
 
 
 def split_lse(q: Tensor, keys: Stack, limits: Tensor | None = None) -> Tensor:
-    """The same of every layer, q [S, R, Hq, D], from some parts of the columns each:
+    """Compute `row_lse` of every layer, q [S, R, Hq, D], from some parts of the columns each:
     [parts, S, Hq, R]."""
     layers, rows, heads, head_dim = q.shape
     first, num_columns = keys.first, len(keys.first)
@@ -159,15 +160,15 @@ def split_lse(q: Tensor, keys: Stack, limits: Tensor | None = None) -> Tensor:
         q, first, q if keys.apart is None else keys.apart, q if limits is None else limits, lse,
         rows, num_columns, per_split, head_dim**-0.5 * LOG2_E,
         *q.stride()[:3], *first.stride()[:2],
-        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=padded(head_dim),
+        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=tile_width(head_dim),
         M=BLOCK_M, N=BLOCK_N, LIMITED=limits is not None, APART=keys.unit,
         PRECISION=precision(q),
     )  # fmt: skip
     return lse
 
 
-def merged(lse: Tensor) -> Tensor:
-    """[...] of the parts of `split_lse` [parts, ...]."""
+def merge_parts(lse: Tensor) -> Tensor:
+    """Put the parts of `split_lse` [parts, ...] together: [...]."""
     if len(lse) == 1:
         return lse[0]
     return (lse / LOG2_E).logsumexp(0) * LOG2_E
@@ -181,7 +182,7 @@ def column_reduce(
     limits: Tensor | None = None,
 ) -> Tensor:
     """[Hq, N] float32: what each key gets of rows whose `lse` [Hq, R] is known."""
-    return columns_reduce(q[None], Stack.of([keys]), lse[None, None], rows, limits)[0]
+    return columns_reduce(q[None], Stack.from_layers([keys]), lse[None, None], rows, limits)[0]
 
 
 def columns_reduce(
@@ -191,7 +192,8 @@ def columns_reduce(
     rows: Literal["sum", "max"],
     limits: Tensor | None = None,
 ) -> Tensor:
-    """[S, Hq, N] float32: the same of every layer, with `lse` [parts, S, Hq, R] of `split_lse`."""
+    """Compute `column_reduce` of every layer, [S, Hq, N] float32, with `lse` [parts, S, Hq, R] of
+    `split_lse`."""
     layers, num_rows, heads, head_dim = q.shape
     first, num_columns = keys.first, len(keys.first)
     out = torch.empty(layers, heads, num_columns, dtype=torch.float32, device=q.device)
@@ -199,7 +201,7 @@ def columns_reduce(
         q, first, q if keys.apart is None else keys.apart, q if limits is None else limits,
         lse.contiguous(), out, num_rows, num_columns, len(lse), head_dim**-0.5 * LOG2_E,
         *q.stride()[:3], *first.stride()[:2],
-        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=padded(head_dim),
+        G=heads // first.shape[1], HQ=heads, D=head_dim, BLOCK_D=tile_width(head_dim),
         M=BLOCK_M, N=BLOCK_N, SPLITS=FEW_SPLITS if len(lse) <= FEW_SPLITS else MOST_SPLITS,
         LIMITED=limits is not None, APART=keys.unit, LARGEST=rows == "max",
         PRECISION=precision(q),

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvweave.kernels.gpu.attention import choose, cores, merge
 from kvweave.kernels.gpu.row_plan import even_pieces
 from kvweave.kernels.gpu.rows import attend_rows
-from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.gpu.tiles import LOG2_E, precision, tile_width
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes, as the kernels like it
 
@@ -125,7 +125,7 @@ def attend_decode(
         tables.pages, 1,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
         *q.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3], *out.stride()[:2],
-        G=group, HK=kv_heads, D=head_dim, BLOCK_D=padded(head_dim),
+        G=group, HK=kv_heads, D=head_dim, BLOCK_D=tile_width(head_dim),
         BLOCK_M=how.block_m, BLOCK_N=how.block_n, PAGE=key_pages.shape[1], APART=0,
         PRECISION=precision(q),
         num_warps=how.warps, num_stages=how.stages,

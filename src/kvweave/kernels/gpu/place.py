@@ -1,4 +1,4 @@
-"""The kernels of kernels/place.py. One program: one row, all heads of one kind."""
+"""The kernels of kernels/place.py and kernels/shift.py."""
 
 import torch
 import triton
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvweave.kernels.gpu.quick import quick
 from kvweave.kernels.rope import Angles
-from kvweave.kernels.types import Owners
+from kvweave.kernels.types import Owners, RowMoves
 
-CHOSEN = 16  # rows of a chunk that are looked at together
+CHOSEN = 16  # rows of a chunk that are looked at together, by the mean of their changes
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _place_rows(
 def place_rows(
     q: Tensor, k: Tensor, v: Tensor, turn: Angles, rows: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    """As kernels/place.place."""
+    """Run kernels/place.place."""
     num_rows, num_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not num_rows:
@@ -147,7 +147,7 @@ def mean_change_rows(
     values: Tensor,
     owners: Owners,
 ) -> Tensor:
-    """As kernels/place.mean_changes."""
+    """Run kernels/place.mean_changes."""
     kv_heads, head_dim = keys.shape[1:]
     num, half = len(owners.weights), turn.cos.shape[-1]
     out = torch.empty(2, num, kv_heads, head_dim, dtype=torch.float32, device=k.device)
@@ -161,3 +161,128 @@ def mean_change_rows(
         BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
     return out
+
+
+SHIFTED_ROWS = 8  # per program, all of their heads
+
+
+@quick
+@triton.jit(do_not_specialize=["chunk_ptr", "row_ptr", "num_rows"])
+def _shift_rows(
+    keys_ptr, values_ptr, by_k_ptr, by_v_ptr, chunk_ptr, row_ptr, cos_ptr, sin_ptr, num_rows,
+    k_row, k_head, v_row, v_head,
+    HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    live = n < num_rows
+    chunk = tl.load(chunk_ptr + n, live, other=0)
+    row = tl.load(row_ptr + n, live, other=0)
+    j = tl.arange(0, BLOCK_HALF)[None, :]
+    in_half = live[:, None] & (j < HALF)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    in_row = live[:, None] & (d < D)
+    beyond = in_row & (d >= 2 * HALF)
+    at = n.to(tl.int64)[:, None] * HALF + j
+    cos = tl.load(cos_ptr + at, in_half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + at, in_half, other=0.0).to(tl.float32)
+    for head in range(HEADS):
+        by = (chunk * (HEADS * D) + head * D)[:, None]
+        x1 = tl.load(by_k_ptr + by + j, in_half, other=0.0)
+        x2 = tl.load(by_k_ptr + by + j + HALF, in_half, other=0.0)
+        k1 = keys_ptr + (row * k_row + head * k_head)[:, None] + j
+        old1 = tl.load(k1, in_half, other=0.0).to(tl.float32)
+        old2 = tl.load(k1 + HALF, in_half, other=0.0).to(tl.float32)
+        tl.store(k1, old1 + x1 * cos - x2 * sin, in_half)
+        tl.store(k1 + HALF, old2 + x2 * cos + x1 * sin, in_half)
+        if D > 2 * HALF:
+            rest = keys_ptr + (row * k_row + head * k_head)[:, None] + d
+            old = tl.load(rest, beyond, other=0.0).to(tl.float32)
+            tl.store(rest, old + tl.load(by_k_ptr + by + d, beyond, other=0.0), beyond)
+        v = values_ptr + (row * v_row + head * v_head)[:, None] + d
+        old_v = tl.load(v, in_row, other=0.0).to(tl.float32)
+        tl.store(v, old_v + tl.load(by_v_ptr + by + d, in_row, other=0.0), in_row)
+
+
+def shift_rows(
+    keys: Tensor,
+    values: Tensor,
+    by_k: Tensor,
+    by_v: Tensor,
+    chunk: Tensor,
+    row: Tensor,
+    turn: Angles,
+) -> None:
+    """Run kernels/shift.shift."""
+    heads, head_dim = keys.shape[1:]
+    half = turn.cos.shape[-1]
+    assert by_k.is_contiguous(), "one vector behind the other"
+    assert by_v.is_contiguous(), "one vector behind the other"
+    _shift_rows[(triton.cdiv(len(row), SHIFTED_ROWS),)](
+        keys, values, by_k, by_v, chunk, row, turn.cos, turn.sin, len(row),
+        *keys.stride()[:2], *values.stride()[:2],
+        HEADS=heads, D=head_dim, HALF=half, BLOCK_R=SHIFTED_ROWS,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip
+
+
+MOVED_ROWS = 16  # per program, one head of keys and values
+
+
+@quick
+@triton.jit(do_not_specialize=["source_ptr", "target_ptr", "which_ptr", "num_rows"])
+def _relocate_rows(
+    keys_ptr, values_ptr, out_keys_ptr, out_values_ptr, source_ptr, target_ptr, which_ptr,
+    cos_ptr, sin_ptr, num_rows,
+    ROW: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, TURNS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    head = tl.program_id(1)
+    live = n < num_rows
+    source = tl.load(source_ptr + n, live, other=0)[:, None]
+    target = tl.load(target_ptr + n, live, other=0)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = live[:, None] & (d < D)
+    v = tl.load(values_ptr + source * ROW + head * D + d, inside, other=0.0)
+    tl.store(out_values_ptr + target * ROW + head * D + d, v, inside)
+    from_k = keys_ptr + source * ROW + head * D
+    to_k = out_keys_ptr + target * ROW + head * D
+    if TURNS:
+        j = tl.arange(0, BLOCK_HALF)[None, :]
+        in_half = live[:, None] & (j < HALF)
+        which = tl.load(which_ptr + n, live, other=0)[:, None]
+        cos = tl.load(cos_ptr + which * HALF + j, in_half, other=0.0)
+        sin = tl.load(sin_ptr + which * HALF + j, in_half, other=0.0)
+        k1 = tl.load(from_k + j, in_half, other=0.0).to(tl.float32)
+        k2 = tl.load(from_k + j + HALF, in_half, other=0.0).to(tl.float32)
+        tl.store(to_k + j, k1 * cos - k2 * sin, in_half)
+        tl.store(to_k + j + HALF, k2 * cos + k1 * sin, in_half)
+        if D > 2 * HALF:
+            rest = inside & (d >= 2 * HALF)
+            tl.store(to_k + d, tl.load(from_k + d, rest, other=0.0), rest)
+    else:
+        tl.store(to_k + d, tl.load(from_k + d, inside, other=0.0), inside)
+
+
+def relocate_rows(
+    keys: Tensor,
+    values: Tensor,
+    moves: RowMoves,
+    turn: Angles | None,
+    out_keys: Tensor,
+    out_values: Tensor,
+) -> None:
+    """Run kernels/place.relocate in memory without gaps: a launch of few arguments takes the
+    host less time, and there are two per layer."""
+    _, heads, head_dim = keys.shape
+    source, target, which = moves
+    num_rows = source.shape[0]
+    half = head_dim // 2 if turn is None else turn.cos.shape[-1]
+    cos, sin = (source, source) if turn is None else (turn.cos, turn.sin)
+    _relocate_rows[(-(-num_rows // MOVED_ROWS), heads)](
+        keys, values, out_keys, out_values, source, target, source if which is None else which,
+        cos, sin, num_rows, ROW=heads * head_dim,
+        D=head_dim, HALF=half, TURNS=turn is not None, BLOCK_R=MOVED_ROWS,
+        BLOCK_HALF=triton.next_power_of_2(half), BLOCK_D=triton.next_power_of_2(head_dim),
+    )  # fmt: skip

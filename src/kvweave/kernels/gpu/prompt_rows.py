@@ -21,11 +21,11 @@ from torch import Tensor
 
 from kvweave.kernels.gpu.attention import Launch, cores
 from kvweave.kernels.gpu.prompt_kernels import attend_prompt
-from kvweave.kernels.gpu.prompt_plan import cut_chunks
 from kvweave.kernels.gpu.segment_kernels import merge_cells
+from kvweave.kernels.gpu.segment_plan import cut_chunks
 from kvweave.kernels.gpu.segment_tables import SegmentShape
 from kvweave.kernels.gpu.segments import PART_S, row_strides
-from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.gpu.tiles import LOG2_E, precision, tile_width
 from kvweave.kernels.rope import Angles, Turn
 from kvweave.kernels.types import CodedPages, SharedChunk
 
@@ -35,7 +35,7 @@ ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
 
 def prompt_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """The tile of rows that goes through a part of the chunks."""
-    wide, least = padded(head_dim), triton.next_power_of_2(group)
+    wide, least = tile_width(head_dim), triton.next_power_of_2(group)
     if dtype == torch.float32:
         return Launch(max(32, least), 32, 4, 1, 1)
     if wide <= 128:
@@ -168,14 +168,15 @@ def attend_prompt_rows(
         on["pages"], num, tables.num_tiles, tables.num_parts, head_dim**-0.5 * LOG2_E,
         *q.stride()[:2], *row_strides(key_pages), *row_strides(value_pages),
         G=heads // kv_heads, HK=kv_heads, D=head_dim, HALF=head_dim // 2,
-        BLOCK_D=padded(head_dim), BLOCK_H=max(16, padded(head_dim) // 2), BLOCK_M=how.block_m,
-        BLOCK_N=how.block_n, STAGES=how.stages, PAGE=shape.page, CHUNK_PAGE=shape.chunk_page,
+        BLOCK_D=tile_width(head_dim), BLOCK_H=max(16, tile_width(head_dim) // 2),
+        BLOCK_M=how.block_m, BLOCK_N=how.block_n, STAGES=how.stages, PAGE=shape.page,
+        CHUNK_PAGE=shape.chunk_page,
         CODED=coded is not None, LIFTED=lift is not None, PRECISION=precision(q),
         num_warps=how.warps,
     )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=q.device)
     merge_cells[(num, heads)](
         out, part, lse, tables.cells, tables.no_cells, 0, *out.stride()[:2],
-        HQ=heads, D=head_dim, BLOCK_D=padded(head_dim), PART_S=PART_S, num_warps=2,
+        HQ=heads, D=head_dim, BLOCK_D=tile_width(head_dim), PART_S=PART_S, num_warps=2,
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ Arguments are called as the tables that they point to (`segment_plan.py` says wh
 import triton
 import triton.language as tl
 
-from kvweave.kernels.gpu.code_numbers import all_codes, code_scales, high_codes, low_codes
+from kvweave.kernels.gpu.coded import all_codes, code_scales, high_codes, low_codes
 
 HIDDEN = tl.constexpr(float("-inf"))
 

@@ -5,7 +5,7 @@ query. Chunks that at least two rows hold are answered *by chunk*: a tile has th
 rows and reads the chunk's pages once for all of them. What one row alone looks at is answered *by
 row*: its own pages and its chunks are one list of blocks, without replaced rows, cut into even
 pieces. Every piece and every row of a tile leaves its answer in a *cell*; those of one row lie side
-by side in both halves, and are merged. A pair may see its chunk shifted (`kernels/shifted.py`): by
+by side in both halves, and are merged. A pair may see its chunk shifted (`kernels/shift.py`): by
 row, the row of the shift is read as the last one of each block.
 
     cells   | pieces of row 0 | of row 1 | ... || chunks of row 0 | of row 1 | ...
@@ -26,9 +26,8 @@ Numbers = NDArray[np.int32]
 NO_MASK = -1
 NO_SHIFT = -1
 WINDOW = 256  # rows of a chunk among which those of a block lie
-FEWEST_BLOCKS = (
-    2  # of a tile that is cut: below, leaving and merging cells costs more than it saves
-)
+# of a tile that is cut: below, leaving and merging cells costs more than it saves
+FEWEST_BLOCKS = 2
 
 
 class ChunkTiling(NamedTuple):
@@ -44,7 +43,7 @@ class ChunkTiling(NamedTuple):
 
     @property
     def lists(self) -> int:
-        """Of blocks, for each row: a piece is cut from one of them."""
+        """Lists of blocks for each row: a piece is cut from one of them."""
         return 2 if self.coded else 1
 
 
@@ -104,7 +103,7 @@ def _even(num_tokens: int, size: int) -> tuple[NDArray[np.int64], NDArray[np.int
     return _cut(np.arange(num_tokens), size)
 
 
-def _joined(parts: Sequence[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
+def _join(parts: Sequence[NDArray[Any]], dtype: type = np.int64) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
@@ -151,7 +150,7 @@ class Sharing:
             )
             for each in dict.fromkeys(each for _, each in there)
         }
-        chunk = _joined([numbers[id(each)] for _, each in there])
+        chunk = _join([numbers[id(each)] for _, each in there])
         order = np.argsort(chunk, kind="stable")
         chunk = chunk[order]
         pages = [own for own, _ in names]
@@ -159,18 +158,18 @@ class Sharing:
         sizes = np.array([len(own) for own in pages], dtype=np.int64)
         slot = (np.cumsum(sizes) - sizes) * tiling.page  # [distinct chunks]
         keys = np.array([num_keys for _, num_keys in names], dtype=np.int64)
-        self.words = _joined([each.words for _, each in there], np.int32)
+        self.words = _join([each.words for _, each in there], np.int32)
         # by held chunk, in the order of pairs
         counts = [len(each.names) for _, each in there]
         holder = np.repeat([row for row, _ in there], counts).astype(np.int64)[order]
-        start = _joined([each.starts for _, each in there])[order]
-        mask = _joined([each.word_at for _, each in there])
+        start = _join([each.starts for _, each in there])[order]
+        mask = _join([each.word_at for _, each in there])
         words_before = np.cumsum([0, *(len(each.words) for _, each in there)])[:-1]
         mask = np.where(mask == NO_MASK, NO_MASK, mask + np.repeat(words_before, counts))[order]
         own = np.stack([np.arange(num), np.zeros(num), np.full(num, NO_MASK)], 1)
         held = np.stack([holder, start, mask], 1)
         self.pairs = np.concatenate([own, held]).astype(np.int32)  # row, start, mask
-        shift = _joined([each.shifts for _, each in there])[order]
+        shift = _join([each.shifts for _, each in there])[order]
         self.shifts = np.full(len(self.pairs), NO_SHIFT, dtype=np.int32)  # slots
         self.shifts[num:] = shift
         holders = np.bincount(chunk, minlength=len(names))
@@ -204,11 +203,11 @@ class Sharing:
             return
         before = np.cumsum([0, *(len(each.names) for _, each in there)])[:-1]
         num_blocks = [len(each.block_chunk) for _, each in there]
-        place = _joined([each.block_chunk for _, each in there]) + np.repeat(before, num_blocks)
-        first = _joined([each.block_first for _, each in there])
+        place = _join([each.block_chunk for _, each in there]) + np.repeat(before, num_blocks)
+        first = _join([each.block_first for _, each in there])
         row = np.repeat([row for row, _ in there], num_blocks).astype(np.int64)
         bit = np.where(bits[place] == NO_MASK, NO_MASK, bits[place] + first)
-        keys = _joined([each.block_keys for _, each in there])
+        keys = _join([each.block_keys for _, each in there])
         columns = [row, slots[place] + first, keys, pair[place], bit]
         self._alone = np.stack(columns, 1)[pair[place] >= 0]
         self._alone_of = np.bincount(self._alone[:, 0], minlength=self.num_rows)
@@ -308,3 +307,30 @@ class Sharing:
             and len(self.pages) <= room.chunk_pages
             and len(self.words) <= room.words
         )
+
+
+def cut_chunks(
+    chunks: Sequence[SharedChunk], first_page: int, page: int, block: int, num_parts: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cut the keys of a prompt's chunks into even parts: tables [num_parts, 2] and [runs, 4].
+
+    A part: first run and end. A run is what one part has of one chunk: first slot, keys, which
+    chunk, 0. Slots count tokens of the pages of all chunks, which have `page` each and come behind
+    `first_page` others. Parts are cut between blocks of `block` keys, as even as these allow.
+    """
+    keys = np.array([chunk.num_tokens for chunk in chunks], dtype=np.int64)
+    pages = np.array([len(chunk.pages) for chunk in chunks], dtype=np.int64)
+    slot = (first_page + np.cumsum(pages) - pages) * page  # first of each chunk
+    blocks = -(-keys // block)
+    first = np.cumsum(blocks) - blocks
+    num_blocks = int(blocks.sum())
+    edges = num_blocks * np.arange(num_parts + 1) // num_parts
+    # runs begin where a chunk or a part does, and end where the next one begins
+    cuts = np.union1d(first, edges[edges < num_blocks])
+    chunk = np.searchsorted(first + blocks, cuts, "right")
+    key0 = (cuts - first[chunk]) * block
+    ends = (np.append(cuts[1:], num_blocks) - first[chunk]) * block
+    key1 = np.minimum(ends, keys[chunk])
+    runs = np.stack([slot[chunk] + key0, key1 - key0, chunk, np.zeros_like(chunk)], 1)
+    at = np.searchsorted(cuts, edges)
+    return np.stack([at[:-1], at[1:]], 1), runs

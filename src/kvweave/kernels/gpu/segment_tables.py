@@ -24,7 +24,7 @@ from kvweave.kernels.gpu.segment_plan import (
     Room,
     Sharing,
 )
-from kvweave.kernels.gpu.tiles import padded
+from kvweave.kernels.gpu.tiles import tile_width
 from kvweave.kernels.types import SharedChunk
 
 ALIGNED = 4  # numbers: tables begin at multiples of 16 bytes
@@ -51,7 +51,7 @@ class SegmentShape(NamedTuple):
 
 def by_chunk_launch(dtype: torch.dtype, head_dim: int, group: int) -> Launch:
     """The tile that reads a chunk for several rows."""
-    wide, least = padded(head_dim), triton.next_power_of_2(group)
+    wide, least = tile_width(head_dim), triton.next_power_of_2(group)
     if dtype == torch.float32:
         return Launch(max(32, least), 32, 4, 1, 1)
     if wide <= 128:
@@ -105,7 +105,7 @@ class SegmentTables:
             "row_pieces": (num_rows, 2), "blocks": (room.blocks, 4), "own": (room.own_pages,),
         }  # fmt: skip
         shapes: dict[str, tuple[int, ...]] = held | moving
-        sizes = [_aligned(math.prod(each)) for each in shapes.values()]
+        sizes = [_round_up(math.prod(each)) for each in shapes.values()]
         self._starts = dict(zip(shapes, accumulate(sizes, initial=0), strict=False))
         self._all = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.on_device = {
@@ -202,7 +202,7 @@ class SegmentTables:
         self._all[start : start + at].copy_(sent[:at], non_blocking=is_cuda)
 
 
-def _aligned(num: int) -> int:
+def _round_up(num: int) -> int:
     return -(-num // ALIGNED) * ALIGNED
 
 

@@ -14,7 +14,7 @@ step begins with one more (`begin_step`), which writes down where each key of ea
 Chunks may lie in 8 bits (`kernels/coded.py`): by chunk, and in pieces of their own by row, codes
 are multiplied as they are, and their scales go into scores and weights.
 
-A sequence may see a chunk shifted (`kernels/shifted.py`). By chunk that is added at the end: to the
+A sequence may see a chunk shifted (`kernels/shift.py`). By chunk that is added at the end: to the
 share of an answer, and to the answer. By row, the shift is the last row of each block: its score is
 added to those of the others, and its value has the weight of them all. Beside codes it is no row of
 the same kind: there, and by chunk, its score is what `turn` has left.
@@ -37,7 +37,7 @@ from kvweave.kernels.gpu.segment_kernels import attend_cells, attend_code_cells,
 from kvweave.kernels.gpu.segment_plan import WINDOW, Room
 from kvweave.kernels.gpu.segment_queries import place_keys, turn_queries
 from kvweave.kernels.gpu.segment_tables import SegmentShape, SegmentTables, row_keys
-from kvweave.kernels.gpu.tiles import LOG2_E, padded, precision
+from kvweave.kernels.gpu.tiles import LOG2_E, precision, tile_width
 from kvweave.kernels.rope import Angles, Turn
 from kvweave.kernels.types import CodedPages, SegmentedRows, SharedChunk
 
@@ -89,7 +89,7 @@ def attend_tables(
     assert shape.coded == (coded is not None), "tables are for chunks that lie otherwise"
     kv_heads = shape.num_kv_heads
     lift = None if coded is None else coded.lift
-    turned, more = _turned(q, tables, step.back, at, key_pages, lift)
+    turned, more = _turn_queries(q, tables, step.back, at, key_pages, lift)
     cells = (tables.num_pieces + tables.room.most_cells(tables.tiling)) * heads
     part = torch.empty(cells * head_dim, dtype=torch.float32, device=device)
     lse = torch.empty(cells, dtype=torch.float32, device=device)
@@ -101,7 +101,7 @@ def attend_tables(
         *row_strides(key_pages), *row_strides(value_pages),
     )  # fmt: skip
     sizes = {
-        "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": padded(head_dim),
+        "G": heads // kv_heads, "HK": kv_heads, "D": head_dim, "BLOCK_D": tile_width(head_dim),
         "ROW_M": row.block_m, "ROW_N": row.block_n, "ROW_STAGES": row.stages,
         "TILE_M": tile.block_m, "TILE_N": tile.block_n, "TILE_STAGES": tile.stages,
         "PAGE": shape.chunk_page, "SHIFTED": shape.shifted,
@@ -114,17 +114,17 @@ def attend_tables(
         attend_code_cells[grid](
             turned, key_pages, value_pages, coded.keys, coded.values,
             coded.scales.view(torch.int32), *where,
-            BLOCK_C=max(16, padded(head_dim) // 2), CODE_STAGES=CODE_STAGES, **sizes,
+            BLOCK_C=max(16, tile_width(head_dim) // 2), CODE_STAGES=CODE_STAGES, **sizes,
         )  # fmt: skip
     out = torch.empty(num, heads, head_dim, dtype=q.dtype, device=device)
     merge_cells[(num, heads)](
         out, part, lse, on["row_pieces"], on["row_cells"], tables.num_pieces, *out.stride()[:2],
-        HQ=heads, D=head_dim, BLOCK_D=padded(head_dim), PART_S=PART_S, num_warps=2,
+        HQ=heads, D=head_dim, BLOCK_D=tile_width(head_dim), PART_S=PART_S, num_warps=2,
     )  # fmt: skip
     return out
 
 
-def _turned(
+def _turn_queries(
     q: Tensor,
     tables: SegmentTables,
     back: Angles,

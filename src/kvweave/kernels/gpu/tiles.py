@@ -7,7 +7,7 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634  # softmax is computed to the base 2
 
 
-def padded(head_dim: int) -> int:
+def tile_width(head_dim: int) -> int:
     """Channels of a tile in the matrix unit."""
     return max(16, int(triton.next_power_of_2(head_dim)))
 

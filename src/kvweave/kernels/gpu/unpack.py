@@ -104,7 +104,7 @@ def unpack_rows(
     out_k: Tensor,
     out_v: Tensor,
 ) -> None:
-    """As kernels/unpack.unpack; `data` has an even number of bytes."""
+    """Run kernels/unpack.unpack; `data` has an even number of bytes."""
     num, (heads, head_dim) = len(rows.base), out_k.shape[1:]
     assert all(x.stride(-1) == 1 for x in (out_k, out_v)), "heads lie apart"
     halves = data.view(torch.float16)

@@ -5,23 +5,27 @@ They hold addresses alone: who makes one keeps the memory that it speaks of.
 
 import ctypes
 
-_LONG, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+Fields = tuple[tuple[str, type], ...]
+
+
+def _addresses(names: str) -> Fields:
+    return tuple((name, ctypes.c_void_p) for name in names.split())
+
+
+def _longs(names: str) -> Fields:
+    return tuple((name, ctypes.c_int64) for name in names.split())
+
+
+def _floats(names: str) -> Fields:
+    return tuple((name, ctypes.c_float) for name in names.split())
 
 
 class ProductFields(ctypes.Structure):
     """`Product` of product.h."""
 
     _fields_ = (
-        ("packed", _POINTER),
-        ("start", _POINTER),
-        ("scale", _POINTER),
-        ("bias", _POINTER),
-        ("share", _POINTER),
-        ("more", _POINTER),
-        ("offset", _POINTER),
-        ("in_dim", _LONG),
-        ("columns", _LONG),
-        ("out_dim", _LONG),
+        *_addresses("packed start scale bias share more offset"),
+        *_longs("in_dim columns out_dim"),
     )
 
 
@@ -29,14 +33,10 @@ class HeldFields(ctypes.Structure):
     """`Held` of one_row.h."""
 
     _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("key_head", _LONG),
-        ("value_row", _LONG),
-        ("value_head", _LONG),
-        ("pieces", _POINTER),
-        ("num_pieces", _LONG),
+        *_addresses("keys values"),
+        *_longs("key_row key_head value_row value_head"),
+        *_addresses("pieces"),
+        *_longs("num_pieces"),
     )
 
 
@@ -44,40 +44,27 @@ class AttentionFields(ctypes.Structure):
     """`Attention` of many_rows.h."""
 
     _fields_ = (
-        ("q", _POINTER),
-        ("q_row", _LONG),
-        ("q_head", _LONG),
-        ("positions", _POINTER),
+        *_addresses("q"),
+        *_longs("q_row q_head"),
+        *_addresses("positions"),
         ("held", HeldFields),
-        ("out", _POINTER),
-        ("rows", _LONG),
-        ("kv_heads", _LONG),
-        ("group", _LONG),
-        ("dim", _LONG),
-        ("scale", _FLOAT),
+        *_addresses("out"),
+        *_longs("rows kv_heads group dim"),
+        *_floats("scale"),
     )
 
 
 class MatrixFields(ctypes.Structure):
     """`Matrix` of layers.h."""
 
-    _fields_ = (
-        ("rounded", _POINTER),
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        ("in_dim", _LONG),
-        ("out_dim", _LONG),
-    )
+    _fields_ = (*_addresses("rounded weight bias"), *_longs("in_dim out_dim"))
 
 
 class LayerFields(ctypes.Structure):
     """`Layer` of layers.h."""
 
     _fields_ = (
-        ("input_norm", _POINTER),
-        ("mlp_norm", _POINTER),
-        ("q_norm", _POINTER),
-        ("k_norm", _POINTER),
+        *_addresses("input_norm mlp_norm q_norm k_norm"),
         ("qkv", MatrixFields),
         ("out", MatrixFields),
         ("gate_up", MatrixFields),
@@ -88,29 +75,18 @@ class LayerFields(ctypes.Structure):
 class ShapeFields(ctypes.Structure):
     """`Shape` of layers.h."""
 
-    _fields_ = (
-        ("hidden", _LONG),
-        ("inner", _LONG),
-        ("heads", _LONG),
-        ("kv_heads", _LONG),
-        ("dim", _LONG),
-        ("half", _LONG),
-        ("eps", _FLOAT),
-        ("scale", _FLOAT),
-    )
+    _fields_ = (*_longs("hidden inner heads kv_heads dim half"), *_floats("eps scale"))
 
 
 class SequenceFields(ctypes.Structure):
     """`SequenceRows` of layers.h."""
 
     _fields_ = (
-        ("first", _LONG),
-        ("count", _LONG),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("layer_stride", _LONG),
-        ("pieces", _POINTER),
-        ("num_pieces", _LONG),
+        *_longs("first count"),
+        *_addresses("keys values"),
+        *_longs("layer_stride"),
+        *_addresses("pieces"),
+        *_longs("num_pieces"),
     )
 
 
@@ -118,41 +94,27 @@ class PassFields(ctypes.Structure):
     """`Pass` of layers.h."""
 
     _fields_ = (
-        ("shape", _POINTER),
-        ("layers", _POINTER),
-        ("h", _POINTER),
-        ("rows", _LONG),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("positions", _POINTER),
-        ("slots", _POINTER),
-        ("sequences", _POINTER),
-        ("num_sequences", _LONG),
+        *_addresses("shape layers h"),
+        *_longs("rows"),
+        *_addresses("cos sin positions slots sequences"),
+        *_longs("num_sequences"),
     )
 
 
 class StoredFields(ctypes.Structure):
     """`StoredChunk` of stored.h."""
 
-    _fields_ = (("data", _POINTER), ("tokens", _LONG), ("row", _LONG), ("nth", _LONG))
+    _fields_ = (*_addresses("data"), *_longs("tokens row nth"))
 
 
 class LayingFields(ctypes.Structure):
     """`Laying` of stored.h."""
 
     _fields_ = (
-        ("chunks", _POINTER),
-        ("num_chunks", _LONG),
-        ("group", _LONG),
-        ("heads", _LONG),
-        ("dim", _LONG),
-        ("half", _LONG),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("value_row", _LONG),
+        *_addresses("chunks"),
+        *_longs("num_chunks group heads dim half"),
+        *_addresses("cos sin keys values"),
+        *_longs("key_row value_row"),
     )
 
 
@@ -160,27 +122,12 @@ class ChangesFields(ctypes.Structure):
     """`Changes` of stored.h."""
 
     _fields_ = (
-        ("fresh_k", _POINTER),
-        ("fresh_v", _POINTER),
-        ("fresh_k_row", _LONG),
-        ("fresh_k_head", _LONG),
-        ("fresh_v_row", _LONG),
-        ("fresh_v_head", _LONG),
-        ("rows", _POINTER),
-        ("at", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("value_row", _LONG),
-        ("bounds", _POINTER),
-        ("weights", _POINTER),
-        ("by", _POINTER),
-        ("chunks", _LONG),
-        ("heads", _LONG),
-        ("dim", _LONG),
-        ("half", _LONG),
+        *_addresses("fresh_k fresh_v"),
+        *_longs("fresh_k_row fresh_k_head fresh_v_row fresh_v_head"),
+        *_addresses("rows at cos sin keys values"),
+        *_longs("key_row value_row"),
+        *_addresses("bounds weights by"),
+        *_longs("chunks heads dim half"),
     )
 
 
@@ -188,19 +135,10 @@ class ShiftingFields(ctypes.Structure):
     """`Shifting` of stored.h."""
 
     _fields_ = (
-        ("runs", _POINTER),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("value_row", _LONG),
-        ("by_k", _POINTER),
-        ("by_v", _POINTER),
-        ("chunks", _LONG),
-        ("heads", _LONG),
-        ("dim", _LONG),
-        ("half", _LONG),
+        *_addresses("runs cos sin keys values"),
+        *_longs("key_row value_row"),
+        *_addresses("by_k by_v"),
+        *_longs("chunks heads dim half"),
     )
 
 
@@ -208,26 +146,8 @@ class PlacingFields(ctypes.Structure):
     """`Placing` of stored.h."""
 
     _fields_ = (
-        ("q", _POINTER),
-        ("k", _POINTER),
-        ("v", _POINTER),
-        ("q_row", _LONG),
-        ("q_head", _LONG),
-        ("k_row", _LONG),
-        ("k_head", _LONG),
-        ("v_row", _LONG),
-        ("v_head", _LONG),
-        ("cos", _POINTER),
-        ("sin", _POINTER),
-        ("at", _POINTER),
-        ("turned", _POINTER),
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("key_row", _LONG),
-        ("value_row", _LONG),
-        ("rows", _LONG),
-        ("q_heads", _LONG),
-        ("kv_heads", _LONG),
-        ("dim", _LONG),
-        ("half", _LONG),
+        *_addresses("q k v"),
+        *_longs("q_row q_head k_row k_head v_row v_head"),
+        *_addresses("cos sin at turned keys values"),
+        *_longs("key_row value_row rows q_heads kv_heads dim half"),
     )

@@ -31,47 +31,47 @@ class CompiledLibrary:
         self.name = path.stem  # another where the source, the flags or the CPU are others
         try:
             held = ctypes.CDLL(str(path))
-            kind = _typed(held.kvw_kind, [], ctypes.c_char_p)
-            self.padded_channels = _typed(held.kvw_padded_channels, [_LONG], _LONG)
-            self.pack = _typed(held.kvw_pack, [_POINTER, _LONG, _LONG, _POINTER, _POINTER], None)
-            self.multiply = _typed(
+            kind = _declare(held.kvw_kind, [], ctypes.c_char_p)
+            self.padded_channels = _declare(held.kvw_padded_channels, [_LONG], _LONG)
+            self.pack = _declare(held.kvw_pack, [_POINTER, _LONG, _LONG, _POINTER, _POINTER], None)
+            self.multiply = _declare(
                 held.kvw_multiply,
                 [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
                 _INT,
             )
-            self.rms_norm = _typed(
+            self.rms_norm = _declare(
                 held.kvw_rms_norm,
                 [_POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG, _INT],
                 None,
             )
-            self.silu_mul = _typed(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
+            self.silu_mul = _declare(held.kvw_silu_mul, [_POINTER, *[_LONG] * 3, _INT], None)
             # rows of heads: an address, from row to row, head to head
             at = [_POINTER, _LONG, _LONG]
-            self.rotate = _typed(
+            self.rotate = _declare(
                 held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
             )
-            self.attend_row = _typed(
+            self.attend_row = _declare(
                 held.kvw_attend_row,
                 [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT],
                 _INT,
             )
             fields = ctypes.POINTER(AttentionFields)
-            self.attend_rows = _typed(held.kvw_attend_rows, [fields, _INT], None)
+            self.attend_rows = _declare(held.kvw_attend_rows, [fields, _INT], None)
             # of a head, for attend_rows and layers
-            self.most_dim: int = _typed(held.kvw_most_dim, [], _LONG)()
+            self.most_dim: int = _declare(held.kvw_most_dim, [], _LONG)()
             # up to which layers take float32 weights
-            self.few_rows: int = _typed(held.kvw_few_rows, [], _LONG)()
+            self.few_rows: int = _declare(held.kvw_few_rows, [], _LONG)()
             rows = [_POINTER, _LONG, _POINTER, _LONG, _INT]
-            self.begin_layer = _typed(held.kvw_begin_layer, [_POINTER, _POINTER, *rows], _INT)
-            self.end_layer = _typed(held.kvw_end_layer, [_POINTER, _POINTER, *rows], _INT)
+            self.begin_layer = _declare(held.kvw_begin_layer, [_POINTER, _POINTER, *rows], _INT)
+            self.end_layer = _declare(held.kvw_end_layer, [_POINTER, _POINTER, *rows], _INT)
             of_pass = ctypes.POINTER(PassFields)
-            self.run_layers = _typed(held.kvw_run_layers, [of_pass, _LONG, _LONG, _INT], _INT)
+            self.run_layers = _declare(held.kvw_run_layers, [of_pass, _LONG, _LONG, _INT], _INT)
             laying, changes = ctypes.POINTER(LayingFields), ctypes.POINTER(ChangesFields)
-            self.lay_chunks = _typed(held.kvw_lay_chunks, [laying, _INT], None)
-            self.sum_changes = _typed(held.kvw_sum_changes, [changes, _INT], None)
+            self.lay_chunks = _declare(held.kvw_lay_chunks, [laying, _INT], None)
+            self.sum_changes = _declare(held.kvw_sum_changes, [changes, _INT], None)
             shifting, placing = ctypes.POINTER(ShiftingFields), ctypes.POINTER(PlacingFields)
-            self.shift_runs = _typed(held.kvw_shift_runs, [shifting, _INT], None)
-            self.place_rows = _typed(held.kvw_place_rows, [placing, _INT], None)
+            self.shift_runs = _declare(held.kvw_shift_runs, [shifting, _INT], None)
+            self.place_rows = _declare(held.kvw_place_rows, [placing, _INT], None)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what was compiled cannot be loaded: {error}") from None
         self.kind: str = kind().decode()  # the instructions it multiplies with
@@ -82,7 +82,7 @@ class CompiledLibrary:
         return self.kind != PLAIN
 
 
-def _typed(function: Any, takes: list[type], gives: type | None) -> Callable[..., Any]:
+def _declare(function: Any, takes: list[type], gives: type | None) -> Callable[..., Any]:
     function.argtypes, function.restype = takes, gives
     called: Callable[..., Any] = function
     return called

@@ -53,7 +53,8 @@ def kernels_so_far() -> NativeKernels | None:
 
 
 def loaded_library() -> CompiledLibrary | None:
-    """As `kernels_so_far`, for operators: whether KVWEAVE_NATIVE was changed since is not asked."""
+    """Return the library of `kernels_so_far`, for operators. Does not look at KVWEAVE_NATIVE
+    again."""
     return None if _loaded is None else _loaded.library
 
 

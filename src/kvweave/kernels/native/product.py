@@ -34,8 +34,8 @@ class NativeProduct:
         start = torch.empty(padded, dtype=torch.int32)
         codes = weight.codes.contiguous()
         library.pack(codes.data_ptr(), out_dim, columns, packed.data_ptr(), start.data_ptr())
-        scale = _padded(weight.scale, padded)
-        bias = None if weight.bias is None else _padded(weight.bias, padded)
+        scale = _pad(weight.scale, padded)
+        bias = None if weight.bias is None else _pad(weight.bias, padded)
         share = None if weight.share is None else weight.share.float().contiguous()
         more = None if weight.more is None else weight.more.to(torch.int32)
         offset = weight.offset.float().contiguous()
@@ -94,7 +94,7 @@ def check(library: CompiledLibrary) -> None:
             raise BuildError(f"what was compiled multiplies {num_rows} rows wrongly; report this")
 
 
-def _padded(values: Tensor, length: int) -> Tensor:
+def _pad(values: Tensor, length: int) -> Tensor:
     padded = torch.zeros(length)
     padded[: len(values)] = values
     return padded

@@ -82,7 +82,7 @@ def sum_changes(
     values: Tensor,
     owners: Owners,
 ) -> Tensor:
-    """As kvweave.kernels.place.mean_changes: [2, M, Hk, D]."""
+    """Compute kvweave.kernels.place.mean_changes: [2, M, Hk, D]."""
     k, v, rows, at = fresh
     heads, dim = keys.shape[1:]
     cos, sin = turn
@@ -121,8 +121,8 @@ def shift_runs(
     runs: Tensor,
     turn: tuple[Tensor, Tensor],
 ) -> None:
-    """As kvweave.kernels.shift.shift_runs: `runs` [M, 2] int64 are the first row of every chunk and
-    how many there are, `turn` the cosines and sines [N, 1, r/2] of all of them."""
+    """Run kvweave.kernels.shift.shift_runs: `runs` [M, 2] int64 are the first row of every chunk
+    and how many there are, `turn` the cosines and sines [N, 1, r/2] of all of them."""
     (keys, values), (by_k, by_v), (cos, sin) = kv, by, turn
     _check_kv(keys, values)
     _check(cos, sin, int(runs[:, 1].sum()), keys.shape[2])
@@ -147,7 +147,7 @@ def place_rows(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """As kvweave.kernels.place.place: queries turned, [R, Hq, D]."""
+    """Run kvweave.kernels.place.place: queries turned, [R, Hq, D]."""
     (q, k, v), (cos, sin) = qkv, turn
     num, q_heads, dim = q.shape
     _check(cos, sin, num, dim)

@@ -1,0 +1,109 @@
+"""Operators in C, for float32 on a CPU: attention over keys in position order, RMS norm, the gate
+of the MLP, the rotation.
+
+What a row gets does not depend on the rows beside it, nor on the threads, to the last bit. A call
+takes a few microseconds where PyTorch's operators take that for each of their steps: a decode step
+has hundreds of them.
+
+Shapes: R rows, N keys, H heads, Hq query heads, Hk KV heads, D head dim, E hidden dim, I inner
+dims.
+"""
+
+import torch
+from torch import Tensor
+
+from kvweave.kernels.native.fields import AttentionFields, HeldFields
+from kvweave.kernels.native.library import CompiledLibrary
+
+
+def attend_row(
+    library: CompiledLibrary, q: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> Tensor:
+    """[1, Hq, D]: one row of queries over all of keys and values [N, Hk, D]."""
+    num_keys, kv_heads, dim = keys.shape
+    if values.shape != keys.shape or q.shape[2] != dim or q.shape[1] % kv_heads or len(q) != 1:
+        raise ValueError(f"{q.shape} is no row over keys of {keys.shape}, values of {values.shape}")
+    q = q.contiguous()
+    out = torch.empty(q.shape)
+    failed = library.attend_row(
+        q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(),
+        values.stride(0), values.stride(1), out.data_ptr(), num_keys, kv_heads,
+        q.shape[1] // kv_heads, dim, scale, torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for attention over {num_keys} keys")
+    return out
+
+
+def attend_rows(
+    library: CompiledLibrary,
+    q: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+) -> Tensor:
+    """[R, Hq, D]: rows at `positions` [R], ascending, each over the keys up to its own."""
+    num_keys, kv_heads, dim = keys.shape
+    num_rows, num_heads = q.shape[:2]
+    last = int(positions[-1])
+    if values.shape != keys.shape or q.shape[2] != dim or num_heads % kv_heads:
+        raise ValueError(f"{q.shape} are no rows over keys of {keys.shape}, {values.shape}")
+    if positions.shape != (num_rows,) or not 0 <= int(positions[0]) <= last < num_keys:
+        raise ValueError(f"{num_rows} rows up to position {last} do not fit {num_keys} keys")
+    positions = positions.to(torch.int64).contiguous()
+    out = torch.empty(q.shape)
+    held = HeldFields(
+        keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), values.stride(0),
+        values.stride(1), None, 0,
+    )  # fmt: skip
+    fields = AttentionFields(
+        q.data_ptr(), q.stride(0), q.stride(1), positions.data_ptr(), held, out.data_ptr(),
+        num_rows, kv_heads, num_heads // kv_heads, dim, scale,
+    )  # fmt: skip
+    library.attend_rows(fields, torch.get_num_threads())
+    return out
+
+
+def rms_norm(
+    library: CompiledLibrary, x: Tensor, weight: Tensor, eps: float, out: Tensor | None
+) -> Tensor:
+    """Compute kvweave.kernels.elementwise.rms_norm, of x [R, E] whose dims lie side by side."""
+    y = torch.empty(x.shape) if out is None else out
+    if y.shape != x.shape or weight.shape != x.shape[1:]:
+        raise ValueError(f"a weight of {weight.shape} and {y.shape} are not for rows of {x.shape}")
+    library.rms_norm(
+        x.data_ptr(), x.stride(0), weight.data_ptr(), eps, y.data_ptr(), y.stride(0), *x.shape,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return y
+
+
+def silu_mul(library: CompiledLibrary, gate_up: Tensor) -> Tensor:
+    """Compute kvweave.kernels.elementwise.silu_mul, of [R, 2 I] whose dims lie side by side."""
+    num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    threads = torch.get_num_threads()
+    library.silu_mul(gate_up.data_ptr(), gate_up.stride(0), num_rows, inner, threads)
+    return gate_up[:, :inner]
+
+
+def rotate(library: CompiledLibrary, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Tensor:
+    """Compute kvweave.kernels.rope.rotate. Dims of x [R, H, D], cos, sin, out lie side by side."""
+    num_rows, num_heads, dim = x.shape
+    per_row, per_head, half = cos.shape
+    if (
+        out.shape != x.shape
+        or cos.shape != sin.shape
+        or cos.stride() != sin.stride()
+        or per_row not in (1, num_rows)
+        or per_head not in (1, num_heads)
+        or 2 * half > dim
+    ):
+        raise ValueError(f"angles of {cos.shape} do not turn {x.shape} into {out.shape}")
+    library.rotate(
+        x.data_ptr(), x.stride(0), x.stride(1), cos.data_ptr(), sin.data_ptr(),
+        0 if per_row == 1 else cos.stride(0), 0 if per_head == 1 else cos.stride(1),
+        out.data_ptr(), out.stride(0), out.stride(1),
+        num_rows, num_heads, dim, half, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
