@@ -33,7 +33,7 @@ from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import SCALE, KVPool, PagedKV, SegmentedKV
+from kvweave.model.paged_kv import SCALE, KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
 
@@ -308,7 +308,7 @@ def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str,
     for shared, ratio, shifted, prompts in cases:
         kvs = []
         for i in range(SEQUENCES):
-            kv = SegmentedKV(PagedKV(pool, prompts.own_pages[i]), decoder.turn)
+            kv = PagedKV(pool, prompts.own_pages[i])
             kv.lay_out(torch.tensor(prompts.own_positions[i]).numpy(), prompts.chunks[i], CONTEXT)
             kvs.append(kv)
         ms = step_ms(recorded, decoder, kvs)
@@ -323,9 +323,7 @@ def measure_steps(decoder: Decoder, page: int, *, coded: bool) -> list[dict[str,
     return rows
 
 
-def step_ms(
-    recorded: RecordedDecode, decoder: Decoder, kvs: Sequence[PagedKV | SegmentedKV]
-) -> float:
+def step_ms(recorded: RecordedDecode, decoder: Decoder, kvs: Sequence[PagedKV]) -> float:
     """Median of played steps, tokens on the host at the end of each."""
     took, tokens = [], [7] * len(kvs)
     for step in range(SETTLING + STEPS):

@@ -23,7 +23,7 @@ from kvweave.kernels.recording import count_refusals
 from kvweave.kernels.types import SharedChunk
 from kvweave.model import recorded_decode
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
+from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import (
     RecordedDecode,
     StepKind,
@@ -231,7 +231,7 @@ def test_a_size_without_memory_is_tried_again_later_and_the_others_are_recorded(
 
 def sharing(decoder: Decoder, pool: KVPool, own: int, chunks: Sequence[SharedChunk]) -> Rows:
     """A sequence of 3 own rows, chunks of 6 tokens, and the row that decodes; pages `own` on."""
-    kv = SegmentedKV(PagedKV(pool, [own, own + 1]), decoder.turn)
+    kv = PagedKV(pool, [own, own + 1])
     end = 3 + 6 * len(chunks)
     gone = [
         c.start + int(j) for c in chunks if c.replaced is not None for j in c.replaced.nonzero()
@@ -339,10 +339,10 @@ def test_more_chunks_than_a_recording_has_room_for_are_decoded_plainly(
 
 def test_page_tables_are_followed_as_they_grow(decoder: Decoder) -> None:
     kv, arrays = PagedKV(make_pool(decoder), [4, 2]), PageArrays()
-    first = arrays.of(kv)
-    assert arrays.of(kv) is first
+    first = arrays.table(kv)
+    assert arrays.table(kv) is first
     kv.append([7])
-    assert arrays.of(kv).tolist() == [4, 2, 7]
+    assert arrays.table(kv).tolist() == [4, 2, 7]
 
 
 @pytest.mark.parametrize("seed", range(6))

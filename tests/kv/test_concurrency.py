@@ -19,6 +19,7 @@ from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig, S
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers
+from worlds.kv_checks import check_store
 
 NUM_THREADS = 32
 NUM_CHUNKS = 24
@@ -136,7 +137,7 @@ def test_budgets_hold_and_leased_bytes_stay_under_heavy_traffic(
         assert sum(store.metrics.value(name, tier=tier) for name in pressure) > 0
     assert store.flush()
     _settle(store)
-    store.check_integrity()
+    check_store(store)
     store.close()
     tier = DiskTier(cfg.tiers[1])  # type: ignore[arg-type]
     for stored in tier.scan():
@@ -204,7 +205,7 @@ def test_a_chunk_saved_while_it_is_evicted_never_shows_another_chunks_bytes(
     assert num_checked[0] > 50
     assert store.flush()
     _settle(store)
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -235,5 +236,5 @@ def test_a_late_delete_on_disk_does_not_take_what_was_saved_after_it(tmp_path: P
     deleting.join()
     assert ticket.wait(5)
     assert disk.size(make_key(0)) == CHUNK_BYTES
-    store.check_integrity()
+    check_store(store)
     store.close()

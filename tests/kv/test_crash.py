@@ -20,6 +20,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from worlds.kv import is_layer_of, make_config, make_key
+from worlds.kv_checks import check_store
 
 TESTS = Path(__file__).parents[1]
 SRC = TESTS.parent / "src"
@@ -49,7 +50,7 @@ def kill_after(process: "subprocess.Popen[str]", root: Path, first: int, wait_s:
     assert process.stdout.readline().strip() == "dead"
 
 
-def check_store(root: Path) -> int:
+def check_root(root: Path) -> int:
     """Everything that must hold after a crash. Returns how many objects there are."""
     notes = root / "acknowledged"
     acknowledged = [int(n) for n in notes.read_text().split()] if notes.exists() else []
@@ -68,7 +69,7 @@ def check_store(root: Path) -> int:
         with store.acquire([make_key(n) for n in latest]) as lease:
             layers = store.load(lease).wait_layer(1)
             assert all(is_layer_of(n, 1, layers[make_key(n)]) for n in latest)
-        store.check_integrity()
+        check_store(store)
     return len(found)
 
 
@@ -84,5 +85,5 @@ def test_a_writer_killed_at_random_moments_leaves_a_whole_store(
         root = tmp_path / f"store{trial // FRESH_EVERY}"
         root.mkdir(exist_ok=True)
         kill_after(writer, root, first=trial * 1000, wait_s=rng.uniform(0.0, 0.06))
-        num_objects = check_store(root)
+        num_objects = check_root(root)
     assert num_objects > 0, "no writer lived long enough to write: the test shows nothing"

@@ -15,6 +15,7 @@ from kvweave.kv.transfers import Transfer
 from kvweave.reasons import Reason
 from worlds.extras import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_config
+from worlds.kv_checks import check_store
 from worlds.servers import running_redis
 
 BAD = HEADER.extras["anchors"].offset + 8999
@@ -38,7 +39,7 @@ def assert_gone_and_computed_anew(world: World) -> None:
     wait_until(lambda: store.num_pinned() == 0)
     wait_until(lambda: store.metrics.value("kv_quarantined_total") == 1)
     assert store.peek([KEY])[0].tier is None
-    store.check_integrity()
+    check_store(store)
     assert store.save(CHUNK, wait_s=5).wait(5)
     assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
     assert store.metrics.value("kv_misses_total", reason="corrupt") == 1

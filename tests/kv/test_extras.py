@@ -28,6 +28,7 @@ from worlds.extras import (
     wait_until,
 )
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv_checks import check_store
 from worlds.servers import running_redis
 
 
@@ -40,7 +41,7 @@ def test_a_load_that_wants_no_extras_reads_header_id_and_layers_alone(
         world.load()
         assert world.below.num_bytes == PLAIN_BYTES == HEADER.bytes_with({"chunk"})
         assert store.metrics.value("kv_bytes_loaded_total", tier="disk") == PLAIN_BYTES
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_load_reads_the_extras_it_names_and_no_others(tmp_path: Path) -> None:
@@ -79,7 +80,7 @@ def test_extras_that_the_host_copy_lacks_are_brought_alone_and_stay(tmp_path: Pa
         assert not world.below.reads
         assert world.load(*EXTRAS) == EXTRAS
         assert not world.entry_lacks()
-        store.check_integrity()
+        check_store(store)
         wait_until(lambda: store.num_pinned() == 0)
 
 
@@ -100,7 +101,7 @@ def test_a_load_that_joins_an_arrival_gets_its_extras_too(tmp_path: Path) -> Non
         assert world.entry_lacks() == UNREAD - {"anchors"}
         assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
         assert not world.below.reads
-        store.check_integrity()
+        check_store(store)
 
 
 def test_two_that_want_what_is_lacking_share_one_read_of_it(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_two_that_want_what_is_lacking_share_one_read_of_it(tmp_path: Path) -> N
                 assert transfer.extras("anchors") == {KEY: EXTRAS["anchors"]}
                 assert transfer.has_extras()
         assert len(world.below.reads) == 1
-        store.check_integrity()
+        check_store(store)
         wait_until(lambda: store.num_pinned() == 0)
 
 
@@ -164,7 +165,7 @@ def test_a_host_copy_whose_extras_are_gone_below_makes_way_for_a_whole_one(tmp_p
         assert store.save(CHUNK, wait_s=5).wait(5)
         assert not world.entry_lacks()
         assert world.load("anchors") == {"anchors": EXTRAS["anchors"]}
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_copy_that_lacks_extras_says_whose_text_it_is_when_its_file_is_gone(
@@ -180,7 +181,7 @@ def test_a_copy_that_lacks_extras_says_whose_text_it_is_when_its_file_is_gone(
         assert store.keys_at_hand(carries(["id"])) == [KEY]
         assert store.delete([KEY]) == 1
         assert store.used_bytes()["host"] == 0
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_load_under_way_brings_back_nothing_that_is_deleted_by_whose_text_it_is(
@@ -256,7 +257,7 @@ def test_half_an_object_is_never_written_down(tmp_path: Path) -> None:
         assert store.metrics.value("kv_evictions_total", tier="host") == 1
         assert store.metrics.value("kv_saves_dropped_total", reason="in part") == 1
         assert store.peek([KEY])[0].tier is None
-        store.check_integrity()
+        check_store(store)
 
 
 def test_what_only_a_remote_has_is_read_whole_if_a_disk_may_get_it(tmp_path: Path) -> None:
@@ -323,4 +324,4 @@ def test_many_that_want_different_extras_at_once_get_their_own(tmp_path: Path) -
             list(pool.map(ask, range(8)))
         wait_until(lambda: store.num_pinned() == 0)
         assert not store.metrics.value("kv_misses_total")
-        store.check_integrity()
+        check_store(store)

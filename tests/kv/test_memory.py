@@ -18,6 +18,7 @@ from kvweave.kv.format import memory as memory_module
 from kvweave.kv.format.memory import Arena, BufferPool, new_memory
 from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.config import HostTierConfig
+from worlds.kv_checks import check_arena
 
 
 class Runtime:
@@ -160,7 +161,7 @@ def test_an_arena_takes_the_best_hole_and_joins_neighbours() -> None:
     assert arena.take(17) == 0  # two units: the small hole, not the large one
     arena.give_back(32)
     assert arena.take(4 * 16) == 32
-    arena.check_integrity()
+    check_arena(arena)
 
 
 def test_an_arena_survives_random_use() -> None:
@@ -174,7 +175,7 @@ def test_an_arena_survives_random_use() -> None:
             start = arena.take(rng.randint(1, 200))
             if start is not None:
                 taken.append(start)
-        arena.check_integrity()
+        check_arena(arena)
     for start in taken:
         arena.give_back(start)
     assert arena.take(64 * 16) == 0

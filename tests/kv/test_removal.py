@@ -14,6 +14,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from worlds.extras import CHUNK, KEY, on_disk, wait_until
 from worlds.kv import make_chunk, make_config, make_key
+from worlds.kv_checks import check_store
 
 
 def files(root: Path) -> list[Path]:
@@ -43,7 +44,7 @@ def test_bytes_that_are_still_there_serve_requests_and_are_not_kept(tmp_path: Pa
         assert world.load("anchors") == {"anchors": b"a" * 9000}
         assert not in_host(store)
         assert not store.metrics.value("kv_promotions_total")
-        store.check_integrity()
+        check_store(store)
 
 
 def test_what_was_computed_behind_a_deleted_chunk_is_not_kept_either(tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_a_file_that_this_process_wrote_behind_the_deletion_goes(tmp_path: Path)
             assert store.save(packed, wait_s=5).wait(5)
         assert store.forget(["id"]) == 1
         assert [path.stem for path in files(tmp_path)] == [make_key(1).hex()]
-        store.check_integrity()
+        check_store(store)
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_write_that_waits_for_its_turn_is_dropped(tmp_path: Path, held: thread
         held.set()
         assert store.flush()
         assert [path.stem for path in files(tmp_path)] == [make_key(0).hex()]
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threading.Event) -> None:
@@ -128,7 +129,7 @@ def test_a_write_under_way_is_deleted_when_it_ends(tmp_path: Path, held: threadi
         forgetting.join(10)
         assert store.flush()
         assert not files(tmp_path)
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_victim_on_its_way_down_is_not_written_behind_a_deletion(
@@ -183,4 +184,4 @@ def test_where_nobody_knows_what_went_only_chunks_that_exist_are_kept(tmp_path: 
         alive.remove("gone")
         assert store.forget(None) == 2
         assert [path.stem for path in files(tmp_path)] == [make_key(0).hex()]
-        store.check_integrity()
+        check_store(store)

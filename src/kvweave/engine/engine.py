@@ -80,7 +80,7 @@ class Engine:
         self._prefixes = ExactPrefixes(
             self.cfg, pool, self._allocator, cost_s, self._inbox, self._chunks
         )
-        self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks, decoder.turn)
+        self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks)
         self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
         self._warm_up = WarmUp(

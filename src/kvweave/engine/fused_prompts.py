@@ -38,7 +38,7 @@ from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, SegmentedKV
+from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
 
 
@@ -104,7 +104,7 @@ class FusedPrompts:
         """Return the place of a prompt's KV: shared chunk pages if it leased some, else its own
         pages."""
         if sequence.shared is None:
-            return OwnRoom(sequence.own_kv)
+            return OwnRoom(sequence.kv)
         return ChunkRoom(sequence, self._pages, self._scratch, self._prefixes.tombstones)
 
     def _frame(self, sequence: EngineSequence) -> PromptFrame:
@@ -150,10 +150,9 @@ class ChunkRoom:
         scratch: ScratchMemory,
         tombstones: Tombstones,
     ) -> None:
-        assert isinstance(sequence.kv, SegmentedKV), "its chunks are shared"
         assert sequence.shared is not None, "its chunks are leased"
         self._sequence = sequence
-        self._kv: SegmentedKV = sequence.kv
+        self._kv = sequence.kv
         self._lease = sequence.shared
         self._pages = pages
         self._scratch = scratch
@@ -179,7 +178,7 @@ class ChunkRoom:
         return self._lease.chunks[key].is_filled
 
     def own_slots(self, request: FuseRequest, num_rows: int) -> Slots:
-        if num_rows > self._kv.own.capacity:
+        if num_rows > self._kv.capacity:
             placed = {span.key for span in request.placed}
             self._lease.drop([key for key in self._lease.chunks if key not in placed])
             self._pages.take_from_lost(self._sequence, num_rows)
@@ -278,4 +277,4 @@ def _has_nothing_to_lay(sequence: EngineSequence) -> bool:
         return False
     if not sequence.shared.is_filled or sequence.present < len(part.preamble.token_ids):
         return False
-    return sequence.own_kv.capacity - sequence.present <= KERNEL_ROWS
+    return sequence.kv.capacity - sequence.present <= KERNEL_ROWS

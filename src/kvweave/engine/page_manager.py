@@ -19,10 +19,9 @@ from kvweave.errors import ConfigError
 from kvweave.fuse.prefill import can_share, named_kv
 from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
-from kvweave.kernels.rope import Turn
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV, key_lifts, scale_bytes
+from kvweave.model.paged_kv import KVPool, PagedKV, key_lifts, scale_bytes
 
 log = logging.getLogger(__name__)
 MOST_POOL_TOKENS = 1 << 17  # more than this does not help on one device of today's size
@@ -81,14 +80,12 @@ class PageManager:
         allocator: PageAllocator,
         prefixes: ExactPrefixes,
         chunks: ChunkPages | None = None,
-        turn: Turn | None = None,
     ) -> None:
-        """`chunks` that requests share, and the model's `turn`; None: each has a copy."""
+        """`chunks` that requests share; None: each has a copy."""
         self._pool = pool
         self._allocator = allocator
         self._prefixes = prefixes
         self._chunks = chunks
-        self._turn = turn
         self._holding: set[EngineSequence] = set()  # those that run, and may want a page more
 
     def empty_kv(self) -> PagedKV:
@@ -259,9 +256,7 @@ class PageManager:
         assert shifts is not None, "for all"
         cached = self._continue_behind(front, own, cached)
         self._allocator.hold(front[:whole])
-        assert self._turn is not None, "who shares chunks can turn"
-        kv = PagedKV(self._pool, [*front[:whole], *own])
-        sequence.kv = SegmentedKV(kv, self._turn, shifts)
+        sequence.kv = PagedKV(self._pool, [*front[:whole], *own], shifts)
         sequence.lease, sequence.shared, sequence.present = lease, shared, cached
         sequence.progress.num_pages = whole + count
         sequence.offered = 0 if lease is None else len(lease.nodes) - 1
@@ -321,7 +316,7 @@ class PageManager:
                 return taken
             sequence.offered += 1
             gone = self._is_gone(chunk, sequence)  # and so is what stands behind it
-            if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.own_kv):
+            if gone or not self._prefixes.offer(sequence.lease, chunk, start, sequence.kv):
                 sequence.offered = len(sequence.path)
             else:
                 taken += 1

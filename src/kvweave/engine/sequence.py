@@ -16,7 +16,7 @@ from kvweave.fuse.prepared import Prepared
 from kvweave.fuse.record import TREE, FuseRecord
 from kvweave.fuse.request import State
 from kvweave.kv.tree import ChunkRef, TreeLease
-from kvweave.model.paged_kv import PagedKV, SegmentedKV
+from kvweave.model.paged_kv import PagedKV
 from kvweave.model.rows import EarlyExit, Rows
 
 
@@ -31,7 +31,7 @@ class EngineSequence:
     prompt_len: int
     room: int  # tokens the answer may have at most
     sampler: Sampler
-    kv: PagedKV | SegmentedKV
+    kv: PagedKV
     as_of: int  # when its chunks were found: those deleted since are not offered
     path: tuple[ChunkRef, ...] = ()  # its preamble and chunks in the knowledge tree
     lease: TreeLease | None = None  # on the part of the path that it reads, or offers behind
@@ -109,11 +109,6 @@ class EngineSequence:
         """Note that the whole fused prompt is in its pages."""
         self.progress.computed = self.prompt_len
         self.progress.own_step = False
-
-    @property
-    def own_kv(self) -> PagedKV:
-        """The sequence's own pages, without shared chunks."""
-        return self.kv.own if isinstance(self.kv, SegmentedKV) else self.kv
 
     def release_chunks(self) -> None:
         """Read no more of shared chunks. Harmless without a lease."""

@@ -27,7 +27,7 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.shift import mean_turned
 from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
+from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rows import Rows
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class WarmUp:
             if shifted:  # as a prompt does before its answer
                 by = torch.zeros(2, 1, *pool.memory[0].shape[2:], device=decoder.device)
                 mean_turned(by, [size], decoder.turn)
-            kv = SegmentedKV(PagedKV(pool, [page]), decoder.turn)
+            kv = PagedKV(pool, [page])
             kv.lay_out(np.array([0, 1]), [chunk], 1 + size)
             return Rows([0], [1 + size], kv, [0])
 

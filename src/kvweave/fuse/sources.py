@@ -177,7 +177,9 @@ class StoredChunks:
 
 def _group_of_codes(codec: Codec) -> int | None:
     """Values that share parameters, of a codec with 8-bit codes; None: another one."""
-    return codec.group if isinstance(codec, GroupedCodec) and codec.bits == 8 else None
+    if isinstance(codec, GroupedCodec) and codec.bits == 8 and not codec.is_float:
+        return codec.group
+    return None
 
 
 def check_arrived(

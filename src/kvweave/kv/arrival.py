@@ -1,4 +1,5 @@
-"""An object on its way to host memory: what of it is there, what failed, how long to wait.
+"""An object on its way to host memory, or there already: what of it is there, what failed, how
+long to wait.
 
 Ten requests for one chunk wait on the same arrival. Layers that were shown stay valid whatever
 comes later; a failure is set once, with a reason, and wakes every thread that waits. An extra may

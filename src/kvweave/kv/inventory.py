@@ -263,21 +263,6 @@ class Inventory:
                     self._changing.discard(name)
                     self._turn.notify_all()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if books and tiers disagree."""
-        with self.lock:
-            for slot in self.slots:
-                if slot.budget is None or not slot.is_booked:
-                    continue
-                slot.budget.check_integrity()
-                listed = {found.key for found in slot.tier.scan()}
-                lost = [key for key in slot.budget if key not in listed]
-                assert not lost, f"{slot.name} lost {len(lost)} objects that are in its books"
-            if self.host is not None:
-                self.host.tier.check_integrity()
-                kept = sum(1 for _ in self.host.tier.scan())
-                assert kept == len(self.host.budget), "the host tier has objects off the books"
-
 
 def _host_of(slots: Sequence[TierSlot]) -> HostSlot | None:
     if not slots or not isinstance(slots[0].tier, HostTier):

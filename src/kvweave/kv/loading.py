@@ -24,7 +24,7 @@ from kvweave.kv.saving import Saver
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_slot import TierSlot
 from kvweave.kv.tiers.config import StoreConfig
-from kvweave.kv.transfers import ActiveLoads, Holds, HostChunk, Lease, Pin, Sources, Transfer
+from kvweave.kv.transfers import ActiveLoads, Holds, Lease, Pin, Sources, Transfer
 from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class Loader:
             for key in lease.keys:
                 entry = self._in_host(lease.holds, key)
                 if entry is not None and extras.isdisjoint(entry.lacks):
-                    sources.chunks[key] = HostChunk(entry)
+                    assert self._inventory.host is not None
+                    slot = self._inventory.host.slot
+                    sources.chunks[key] = self._arrival_in_host(key, slot, entry)
                     continue
                 reads = self.active.get(key)
                 if reads is None:
@@ -148,14 +150,8 @@ class Loader:
     def _complete_entry(self, key: ChunkKey, entry: TierEntry) -> ArrivalReads:
         """What brings the extras that an object in host memory lacks, from the tier it came from.
         Lock is held."""
-        assert entry.header is not None
-        assert entry.memory is not None
         slot = self._inventory.by_name[entry.origin]
-        arrival = self._new_arrival(key, slot)
-        arrival.landing = Landing(entry.memory, stays=True)
-        arrival.held = frozenset(entry.header.extras) - entry.lacks
-        with arrival.changed:
-            arrival.open_up(entry.header, is_complete=True)
+        arrival = self._arrival_in_host(key, slot, entry)
         arrival.record.source = None if slot.budget is None else slot.budget.find(key)
         arrival.record.kept = entry
         entry.pins += 1  # until no IO thread writes there: `idle` takes it off
@@ -163,6 +159,17 @@ class Loader:
         if not entry.doomed:
             self.active.add(reads, is_kept=False)  # it is there already
         return reads
+
+    def _arrival_in_host(self, key: ChunkKey, slot: TierSlot, entry: TierEntry) -> Arrival:
+        """Return an arrival whose layers are in host memory from the start."""
+        assert entry.header is not None
+        assert entry.memory is not None
+        arrival = self._new_arrival(key, slot)
+        arrival.landing = Landing(entry.memory, stays=True)
+        arrival.held = frozenset(entry.header.extras) - entry.lacks
+        with arrival.changed:
+            arrival.open_up(entry.header, is_complete=True)
+        return arrival
 
     def _new_arrival(self, key: ChunkKey, slot: TierSlot) -> Arrival:
         return Arrival(key, slot.name, slot.deadline_s, slot.pool.stalled_s, self)

@@ -21,7 +21,7 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory
 from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Remover
-from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tier_budget import TierBudget, TierEntry
 from kvweave.kv.tier_slot import TierSlot
 from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.writer import SaveTicket, Writer
@@ -287,15 +287,10 @@ class Saver:
 
     def _write_in_turn(self, slot: TierSlot, packed: PackedChunk) -> bool:
         budget, key, size = slot.budget, packed.key, packed.header.total_bytes
-        foreign = self._inventory.foreign
         if budget is not None:
-            with self._lock:
-                is_foreign = (slot.name, key) in foreign
-                if not is_foreign and (entry := budget.revive(key)) is not None:
-                    self._note_written(entry, packed)
-                    return True
-            if is_foreign and self._remover.remove_in_turn(slot, key) is None:
-                return False
+            is_kept = self._revive(slot, budget, packed)
+            if is_kept is not None:
+                return is_kept
         if not slot.is_booked:  # how much room there is, nobody knows
             self._inventory.count_dropped(slot, "tier cannot be listed")
             return False
@@ -305,29 +300,44 @@ class Saver:
         if budget is not None and not self._make_room(slot, key, size):
             slot.writes.record_success()  # no room is no failure, should this have been the probe
             return False
-        kept = False
+        kept = self._try_write(slot, packed)
+        with self._lock:
+            if budget is not None and not kept:
+                budget.unreserve(size)
+            elif budget is not None:
+                usage = self._inventory.usage.snapshot(key)
+                self._note_written(budget.add(key, size, usage, reserved=True), packed)
+            elif kept:
+                self._note_sent(packed)
+            if kept:
+                self._inventory.foreign.discard((slot.name, key))
+        if kept:
+            self._metrics.count("kv_saves_total", tier=slot.name)
+        return kept
+
+    def _revive(self, slot: TierSlot, budget: TierBudget, packed: PackedChunk) -> bool | None:
+        """Keep the object of this key that a tier has, if any. None: write it, nothing is there;
+        False: what is there cannot be read here, nor removed."""
+        with self._lock:
+            is_foreign = (slot.name, packed.key) in self._inventory.foreign
+            if not is_foreign and (entry := budget.revive(packed.key)) is not None:
+                self._note_written(entry, packed)
+                return True
+        if is_foreign and self._remover.remove_in_turn(slot, packed.key) is None:
+            return False
+        return None
+
+    def _try_write(self, slot: TierSlot, packed: PackedChunk) -> bool:
+        """Write, and count what goes wrong. True: the tier has the object."""
         try:
-            kept = slot.tier.write(key, [packed.view])
+            kept = slot.tier.write(packed.key, [packed.view])
         except TierError as error:
             self._metrics.count("kv_tier_errors_total", tier=slot.name, verb="write")
             slot.writes.record_failure(str(error))
-        else:
-            slot.writes.record_success()
-            if not kept:
-                self._say_full(slot)
-        if budget is not None:
-            with self._lock:
-                if kept:
-                    usage = self._inventory.usage.snapshot(key)
-                    self._note_written(budget.add(key, size, usage, reserved=True), packed)
-                else:
-                    budget.unreserve(size)
-        if kept:
-            with self._lock:
-                foreign.discard((slot.name, key))
-                if budget is None:
-                    self._note_sent(packed)
-            self._metrics.count("kv_saves_total", tier=slot.name)
+            return False
+        slot.writes.record_success()
+        if not kept:
+            self._say_full(slot)
         return kept
 
     def _note_written(self, entry: TierEntry, packed: PackedChunk) -> None:

@@ -355,14 +355,6 @@ class KVStore:
             is_resting = slot.reads.is_open or not slot.is_booked
             self.metrics.gauge("kv_tier_resting", is_resting, tier=slot.name)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if books and tiers disagree. For a store at rest: no load under way,
-        no write pending."""
-        self._release_orphans()
-        self.inventory.check_integrity()
-        with self._lock:
-            self._active.check_integrity()
-
     # ---- releasing
 
     def _release(self, holds: Holds) -> None:

@@ -149,16 +149,6 @@ class TierBudget:
         """The victims' bytes are really gone: what exceeds the newcomer's need is free again."""
         self.unreserve(self._surplus(size_bytes, sum(size for _, size in victims)))
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if the books do not balance."""
-        total = sum(entry.size_bytes for entry in self._entries.values())
-        assert total == self.used_bytes, f"entries take {total} bytes, books say {self.used_bytes}"
-        assert self.reserved_bytes >= 0, f"{self.reserved_bytes} bytes reserved"
-        taken = self.used_bytes + self.reserved_bytes
-        assert taken <= self.capacity_bytes, f"{taken} of {self.capacity_bytes} bytes taken"
-        assert len(self._ranking) == len(self._entries), "ranked and kept differ"
-        assert all(e.pins >= 0 for e in self._entries.values()), "negative pins"
-
     def num_pinned(self) -> int:
         return sum(1 for entry in self._entries.values() if entry.pins)
 

@@ -4,7 +4,7 @@ that brings its bytes layer by layer, wherever each chunk comes from.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from kvweave.kv.arrival import Arrival, Patience
 from kvweave.kv.arrival_reads import ArrivalReads
 from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.format.memory import Memory
-from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.tier_budget import TierEntry
 from kvweave.kv.tier_slot import TierSlot
@@ -82,80 +81,11 @@ class Lease:
             self._abandon(self.holds)
 
 
-class LoadedChunk(Protocol):
-    """What a transfer sees of one chunk: an `Arrival`, or bytes already in host memory."""
-
-    tier_name: str
-    began_s: float  # when reading began and when the last layer came; both 0: nothing to read
-    ended_s: float
-
-    @property
-    def failure(self) -> Reason | None: ...
-
-    def is_ready(self, layer: int) -> bool: ...
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None: ...
-
-    def whole(self) -> Tensor | None: ...
-
-    def has_extras(self, names: Collection[str]) -> bool: ...
-
-    def lost_of(self, names: Collection[str]) -> Reason | None: ...
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Reason: ...
-
-    def named_extra(self, name: str) -> memoryview | None: ...
-
-    def named_tensor(self, name: str) -> Tensor | None: ...
-
-
-class HostChunk:
-    """A chunk that is in the host tier: every layer is there at once, and so is every extra that
-    the load asked for. What the entry lacks was not asked for."""
-
-    failure: Reason | None = None
-    tier_name = "host"
-    began_s = ended_s = 0.0
-
-    def __init__(self, entry: TierEntry) -> None:
-        assert entry.header is not None
-        assert entry.memory is not None
-        self._header: Header = entry.header
-        self._memory: Memory = entry.memory
-        self._lacks = entry.lacks
-
-    def is_ready(self, layer: int) -> bool:
-        return True
-
-    def wait_layer(self, layer: int, patience: Patience) -> EncodedLayer | None:
-        if layer >= len(self._header.layers):
-            return None
-        return layer_of(self._header, self._memory, layer)
-
-    def whole(self) -> Tensor | None:
-        return layers_of(self._header, self._memory)
-
-    def has_extras(self, names: Collection[str]) -> bool:
-        return True
-
-    def lost_of(self, names: Collection[str]) -> Reason | None:
-        return None
-
-    def wait_extras(self, names: Collection[str], patience: Patience) -> Header | Reason:
-        return self._header
-
-    def named_extra(self, name: str) -> memoryview | None:
-        return None if name in self._lacks else extra_of(self._header, self._memory, name)
-
-    def named_tensor(self, name: str) -> Tensor | None:
-        return None if name in self._lacks else extra_tensor(self._header, self._memory, name)
-
-
 class Sources(NamedTuple):
     """Where the chunks of one lease come from."""
 
-    chunks: dict[ChunkKey, LoadedChunk]
-    reads: dict[ChunkKey, ArrivalReads]  # those of them that are on their way
+    chunks: dict[ChunkKey, Arrival]
+    reads: dict[ChunkKey, ArrivalReads]  # what brings those that are on their way
     lost: dict[ChunkKey, Reason]  # chunks of the lease that cannot be had
 
 
@@ -306,7 +236,7 @@ class Transfer:
                 reads.want(range(self._asked, end))
             self._asked = end
 
-    def _alive(self) -> list[tuple[ChunkKey, LoadedChunk]]:
+    def _alive(self) -> list[tuple[ChunkKey, Arrival]]:
         """The chunks that are not lost: of the others nothing is asked for any more."""
         return [each for each in self._chunks.items() if each[0] not in self.lost]
 
@@ -367,7 +297,3 @@ class ActiveLoads:
             name = reads.arrival.tier_name
             pending[name] = pending.get(name, 0) + reads.bytes_left()
         return pending
-
-    def check_integrity(self) -> None:
-        users = [reads.arrival.record.users for reads in self._joinable.values()]
-        assert all(num > 0 for num in users), "an arrival without users"

@@ -27,7 +27,7 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
 from kvweave.kernels.native.loading import NativeKernels, kernels_so_far
 from kvweave.kernels.rope import Angles, make_angles, rotate
-from kvweave.model.batch_kv import BatchKV, kv_of
+from kvweave.model.batch_kv import BatchKV, open_batch_kv
 from kvweave.model.rope import frequencies
 from kvweave.model.rows import QKV, Rows, after_exits, flat, hooked_rows, run_hooks, wanted_rows
 from kvweave.model.sequence_kv import SequenceKV
@@ -140,7 +140,7 @@ class Decoder:
         for rows in batch:
             rows.kv.reserve(rows.positions[-1] + 1)
         h = self.embed(ids)
-        kv, hooked = kv_of(batch, self.device), hooked_rows(batch)
+        kv, hooked = open_batch_kv(batch, self.device, self.turn), hooked_rows(batch)
         done = 0  # layers
         for layer in range(self.spec.num_layers):
             if layer < done:
@@ -156,7 +156,7 @@ class Decoder:
                 keep, counts = wanted_rows(batch), [len(rows.wanted) for rows in batch]
             elif (remaining := after_exits(batch, layer)) is not None:
                 batch, keep = remaining
-                kv, hooked = kv_of(batch, self.device), hooked_rows(batch)
+                kv, hooked = open_batch_kv(batch, self.device, self.turn), hooked_rows(batch)
             if keep is not None:
                 at, positions = on_device(keep, self.device), positions[keep]
                 q, h, angles = q[at], h[at], Angles(angles.cos[at], angles.sin[at])
@@ -186,13 +186,13 @@ class Decoder:
         end = min([end, *(at for at in exits if at >= layer)])
         if end <= layer:
             return layer
-        placed = kv.placed(positions)
-        if placed is None:
+        places = kv.locate_rows(positions)
+        if places is None:
             return layer
         step = end - layer if len(h) <= FEW_ROWS else 1
         for first in range(layer, end, step):
             self.on_layer()
-            kernels.run(range(first, first + step), h, angles, placed)
+            kernels.run(range(first, first + step), h, angles, places)
         return end
 
     def _layers(self, h: Tensor) -> CompiledLayers | None:

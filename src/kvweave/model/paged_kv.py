@@ -3,8 +3,11 @@
     pool   [L, pages, page_tokens, Hk, D], once for keys (rotated) and once for values
     table  page j of a sequence holds its positions [j * page_tokens, (j + 1) * page_tokens)
 
-Pages of chunks that sequences share may hold them in 8 bits: the same bytes, and
-more tokens.
+Pages of chunks that sequences share may hold them in 8 bits: the same bytes, and more tokens. Any
+page can become either: one pool, one book of pages. Scales have room for all of them.
+
+    a page of own rows     | token 0       | token 1       | ..      in the dtype of the pool
+    a page of a chunk      | 0     | 1     | 2     | 3     | ..      in bytes, scales apart
 
 Which sequence holds which page is decided by the engine, in plain ints; here are the bytes. One
 thread at a time.
@@ -17,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvweave.kernels.rope import Turn
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
 from kvweave.model.rope import frequencies
 from kvweave.model.sequence_kv import room_for
@@ -29,7 +31,7 @@ USUAL = 4.0  # how large a pair of key channels is about, without a bias
 
 
 class ChunkCodes:
-    """All pages of a pool as codes. Views: whoever writes codes writes the pool."""
+    """All pages of a pool as codes (`kernels/coded.py`). Views: writing codes writes the pool."""
 
     def __init__(self, keys: Tensor, values: Tensor, lifts: Tensor | None) -> None:
         """Keys and values of a pool [L, P, page, Hk, D]. `lifts`: see `key_lifts`."""
@@ -131,99 +133,52 @@ class KVPool:
 
 
 class PagedKV:
-    """One sequence's part of a pool. Grows by `append`; the caller takes and frees the pages."""
+    """One sequence's part of a pool. Grows by `append`; the caller takes and frees the pages.
 
-    def __init__(self, pool: KVPool, pages: Sequence[int] = ()) -> None:
+    Most of its prompt may lie in chunks, in pages that others read as well, keys turned to their
+    places in the chunk (`kernels/segments.py`): nothing is written there. The rest are own rows: in
+    its own pages, in position order without gaps, keys turned to their positions.
+
+        position   0 .. 9 | 10 ........ 25 | 26 .. 33 | 34 ..
+                   own    | chunk          | chunk    | question and answer: own
+        own slot   0 .. 9 |   10, 11       |          | 12 ..      rows 13 and 20 were recomputed
+
+    Where drift moves what a sequence reads of a chunk, a row of its own says by how much
+    (`kernels/shifted.py`).
+    """
+
+    def __init__(self, pool: KVPool, pages: Sequence[int] = (), shifts: Sequence[int] = ()) -> None:
+        """`shifts` are pages for one row of each chunk that it shifts."""
         self.pool = pool
-        self.page_table: list[int] = []
+        self.page_table: list[int] = []  # its own pages
         self.runs: list[tuple[int, int]] = []  # the table as (first page, pages)
-        self.num_tokens = 0  # positions that hold something, counted from 0
+        self.num_tokens = 0  # own rows that hold something, counted from 0
+        self.shift_pages = tuple(shifts)
+        self.chunks: tuple[SharedChunk, ...] = ()  # made anew, never changed: tables are kept of it
+        self.own_positions: NDArray[np.int64] = np.empty(0, np.int64)  # of the prompt; ascending
+        self.is_shifted = False  # some of its chunks are
+        self.num_shared = 0  # positions of the prompt that lie in pages of chunks alone
+        self.chunks_end = 0  # all positions from here on are own rows
         self.append(pages)
 
     @property
     def pages(self) -> list[int]:
-        """All pages that it holds."""
-        return self.page_table
+        """All pages that it holds: its own ones, and those of shifts."""
+        return [*self.page_table, *self.shift_pages]
 
     @property
     def capacity(self) -> int:
-        """Positions that its pages have room for."""
+        """Own rows that its pages have room for."""
         return len(self.page_table) * self.pool.page_tokens
 
     def append(self, pages: Sequence[int]) -> None:
-        """More pages at the end."""
+        """Add own pages at the end."""
         for page in pages:
             if self.runs and page == self.runs[-1][0] + self.runs[-1][1]:
                 self.runs[-1] = (self.runs[-1][0], self.runs[-1][1] + 1)
             else:
                 self.runs.append((page, 1))
         self.page_table += pages
-
-    def reserve(self, num_tokens: int) -> None:
-        """Count positions [0, num_tokens) as present. The pages must be there."""
-        assert num_tokens <= self.capacity, f"{num_tokens} tokens in {self.capacity} slots"
-        self.num_tokens = max(self.num_tokens, num_tokens)
-
-    def slots(self, positions: Sequence[int]) -> list[int]:
-        """Where positions lie in the pool's token order."""
-        page = self.pool.page_tokens
-        return [self.page_table[p // page] * page + p % page for p in positions]
-
-    def segment(self, start: int, end: int) -> PagedSegment:
-        """What rows [start, end) of a batch look at."""
-        return PagedSegment(start, end, self.page_table, self.runs)
-
-    def keys(self, layer: int) -> Tensor:
-        """[num_tokens, Hk, D], rotated; a view. Only while its pages lie side by side."""
-        return self.pool.slots(layer)[0][self._only_run()]
-
-    def values(self, layer: int) -> Tensor:
-        """[num_tokens, Hk, D]; as `keys`."""
-        return self.pool.slots(layer)[1][self._only_run()]
-
-    def _only_run(self) -> slice:
-        assert len(self.runs) <= 1, "pages that do not lie side by side have no dense view"
-        start = self.runs[0][0] * self.pool.page_tokens if self.runs else 0
-        return slice(start, start + self.num_tokens)
-
-
-class SegmentedKV:
-    """One sequence's part of a pool. Grows at its end, as a `PagedKV` does."""
-
-    def __init__(self, own: PagedKV, turn: Turn, shifts: Sequence[int] = ()) -> None:
-        """`own` are its pages. `turn` is the decoder's. `shifts` are pages for one row of each
-        chunk that it shifts."""
-        self.own = own
-        self.shift_pages = tuple(shifts)
-        self.turn = turn
-        self.chunks: tuple[SharedChunk, ...] = ()  # made anew, never changed: tables are kept of it
-        self.own_positions: NDArray[np.int64] = np.empty(0, np.int64)  # of the prompt; ascending
-        self.is_shifted = False  # some of its chunks are
-        self._end = 0  # positions [0, end) are the prompt
-        self.chunks_end = 0  # all positions from here on are own rows
-
-    @property
-    def pool(self) -> KVPool:
-        return self.own.pool
-
-    @property
-    def page_table(self) -> list[int]:
-        """Its own pages."""
-        return self.own.page_table
-
-    @property
-    def pages(self) -> list[int]:
-        """All pages that it holds: its own ones, and those of shifts."""
-        return [*self.own.page_table, *self.shift_pages]
-
-    @property
-    def num_shared(self) -> int:
-        """Positions of the prompt that lie in pages of chunks alone."""
-        return self._end - len(self.own_positions)
-
-    def append(self, pages: Sequence[int]) -> None:
-        """More pages of its own, at the end."""
-        self.own.append(pages)
 
     def lay_out(
         self, own_positions: NDArray[np.int64], chunks: Sequence[SharedChunk], num_tokens: int
@@ -232,27 +187,52 @@ class SegmentedKV:
         self.own_positions = own_positions
         self.chunks = tuple(chunks)
         self.is_shifted = any(chunk.shift is not None for chunk in chunks)
-        self._end = num_tokens
+        self.num_shared = num_tokens - len(own_positions)
         self.chunks_end = max((each.start + each.num_tokens for each in chunks), default=0)
-        self.own.reserve(len(own_positions))
+        self.reserve(num_tokens)
 
     def reserve(self, num_tokens: int) -> None:
         """Count positions [0, num_tokens) as present. The pages must be there."""
-        self.own.reserve(num_tokens - self.num_shared)
+        num_rows = num_tokens - self.num_shared
+        assert num_rows <= self.capacity, f"{num_rows} tokens in {self.capacity} slots"
+        self.num_tokens = max(self.num_tokens, num_rows)
 
-    def ranks(self, positions: Sequence[int]) -> list[int]:
-        """The own slots of positions that are own rows."""
+    def ranks(self, positions: Sequence[int]) -> Sequence[int]:
+        """Return the own slots of positions that are own rows."""
+        if not self.num_shared:
+            return positions
         if positions[0] >= self.chunks_end:  # question and answer: nothing to look for
             return [position - self.num_shared for position in positions]
         at = np.asarray(positions)
         inside = np.searchsorted(self.own_positions, at)
-        ranks: list[int] = np.where(at < self._end, inside, at - self.num_shared).tolist()
+        prompt_end = self.num_shared + len(self.own_positions)
+        ranks: list[int] = np.where(at < prompt_end, inside, at - self.num_shared).tolist()
         return ranks
 
     def slots(self, positions: Sequence[int]) -> list[int]:
-        """Where own rows lie in the pool's token order."""
-        return self.own.slots(self.ranks(positions))
+        """Return where own rows lie in the pool's token order."""
+        page = self.pool.page_tokens
+        return [
+            self.page_table[rank // page] * page + rank % page for rank in self.ranks(positions)
+        ]
+
+    def own_segment(self, start: int, end: int) -> PagedSegment:
+        """Return what rows [start, end) of a batch look at in the sequence's own pages."""
+        return PagedSegment(start, end, self.page_table, self.runs)
 
     def segment(self, start: int, end: int) -> SegmentedRows:
-        """What rows [start, end) of a batch look at."""
-        return SegmentedRows(start, end, self.own.segment(start, end), self.chunks)
+        """Return what rows [start, end) of a batch look at, chunks included."""
+        return SegmentedRows(start, end, self.own_segment(start, end), self.chunks)
+
+    def keys(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D], rotated; a view. Only while its own pages lie side by side."""
+        return self.pool.slots(layer)[0][self._only_run()]
+
+    def values(self, layer: int) -> Tensor:
+        """[num_tokens, Hk, D]; a view, under the condition of `keys`."""
+        return self.pool.slots(layer)[1][self._only_run()]
+
+    def _only_run(self) -> slice:
+        assert len(self.runs) <= 1, "pages that do not lie side by side have no dense view"
+        start = self.runs[0][0] * self.pool.page_tokens if self.runs else 0
+        return slice(start, start + self.num_tokens)

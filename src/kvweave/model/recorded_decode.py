@@ -28,7 +28,7 @@ from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.recording import Refusals
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
+from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rope import frequencies
 from kvweave.model.rows import Rows
 from kvweave.model.step_attention import (
@@ -59,12 +59,12 @@ def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
     singles: list[Rows] = []
     for rows in batch:
         kv, num_rows = rows.kv, len(rows.token_ids)
-        if rows.hook is not None or rows.early_exit is not None:
+        if rows.hook is not None or rows.early_exit is not None or not isinstance(kv, PagedKV):
             return None
-        if num_rows == 1 and isinstance(kv, PagedKV | SegmentedKV):
+        if num_rows == 1:
             singles.append(rows)
             continue
-        if not isinstance(kv, SegmentedKV) or rows.positions[0] < kv.chunks_end:
+        if not kv.chunks or rows.positions[0] < kv.chunks_end:
             return None
         if num_rows * (rows.positions[-1] - kv.num_shared) > MOST_OWN_KEYS:
             return None
@@ -84,15 +84,14 @@ class StepKind(Enum):
 
 def kind_of(batch: Sequence[Rows], *, turns_whole: bool) -> StepKind:
     """The kind of a step, row by row. `turns_whole`: positions turn all channels of a head."""
-    first = batch[0].kv
-    if len(batch) > 1 and isinstance(first, SegmentedKV) and first.chunks and turns_whole:
-        is_one = all(rows.kv is first for rows in batch) and not first.is_shifted
-        if is_one and all(chunk.replaced is None for chunk in first.chunks):
-            return StepKind.PROMPT
-    shared = [rows.kv for rows in batch if isinstance(rows.kv, SegmentedKV) and rows.kv.chunks]
-    if any(kv.is_shifted for kv in shared):
+    kvs = {rows.paged_kv for rows in batch}
+    if any(kv.is_shifted for kv in kvs):
         return StepKind.SHIFTED
-    return StepKind.SHARED if shared else StepKind.OWN
+    chunks = [chunk for kv in kvs for chunk in kv.chunks]
+    is_one = len(batch) > 1 and len(kvs) == 1 and turns_whole
+    if is_one and chunks and all(chunk.replaced is None for chunk in chunks):
+        return StepKind.PROMPT
+    return StepKind.SHARED if chunks else StepKind.OWN
 
 
 ATTENTIONS: dict[StepKind, Callable[[Decoder, KVPool, int, PageArrays], StepAttention]] = {
@@ -232,8 +231,7 @@ class RecordedStep:
         numbers[2] = self._pool.scratch_page * self._pool.page_tokens
         slots = []
         for rows in batch:
-            kv, position = rows.kv, rows.positions[0]
-            assert isinstance(kv, PagedKV | SegmentedKV), "recorded rows live in pages"
+            kv, position = rows.paged_kv, rows.positions[0]
             assert kv.pool is self._pool, "recorded rows live in the pool they were recorded over"
             kv.reserve(position + 1)
             slots += kv.slots([position])

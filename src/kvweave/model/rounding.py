@@ -106,16 +106,16 @@ class Rounding:
         self._encode = encode
 
     def start(self, embedding: Tensor) -> None:
-        """The embeddings are there."""
+        """Begin with the embeddings."""
         if self._notes is None:
             self._streams = _Streams(self._spec, embedding, self._encode)
 
     def layer(self, index: int, exact: LayerWeights) -> LayerWeights:
-        """The layer with its products rounded."""
-        seen = None if self._streams is None else self._streams.exact(exact)
+        """Return the layer with its products rounded."""
+        seen = None if self._streams is None else self._streams.run_exact(exact)
         if index in (0, self._spec.num_layers - 1):
             if self._streams is not None:
-                self._streams.rounded(exact)
+                self._streams.run_rounded(exact)
             return exact
         rounded: dict[str, Any] = {}  # products by field name
         for name in _PRODUCTS:
@@ -127,11 +127,11 @@ class Rounding:
             rounded[name] = round_linear(linear, self._library, parts, powers)
         layer = replace(exact, **rounded)
         if self._streams is not None:
-            self._streams.rounded(layer)
+            self._streams.run_rounded(layer)
         return layer
 
     def head(self, final_norm: Tensor, exact: Linear) -> Projection:
-        """The head: at one row it is up to a third of the work."""
+        """Round the head: at one row it is up to a third of the work."""
         seen = None if self._streams is None else self._streams.before_head(final_norm)
         parts, powers = self._dims("head", exact, seen)
         product = round_linear(exact, self._library, parts, powers)
@@ -184,15 +184,15 @@ class _Streams:
         self._h = torch.nn.functional.embedding(ids, embedding)
         self._h_rounded = self._h.clone()
 
-    def exact(self, layer: LayerWeights) -> dict[str, Tensor]:
-        """Run the exact layer; the rows that went into it, by product."""
+    def run_exact(self, layer: LayerWeights) -> dict[str, Tensor]:
+        """Run the exact layer; return the rows that went into it, by product."""
         taps: dict[str, Any] = {
             name: Tap(linear) for name in _PRODUCTS if (linear := getattr(layer, name)) is not None
         }
         self._h = self._through(replace(layer, **taps), self._h)
         return {name: tap.rows for name, tap in taps.items()}
 
-    def rounded(self, layer: LayerWeights) -> None:
+    def run_rounded(self, layer: LayerWeights) -> None:
         self._h_rounded = self._through(layer, self._h_rounded)
 
     def before_head(self, final_norm: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvweave.model.paged_kv import PagedKV, SegmentedKV
+from kvweave.model.paged_kv import PagedKV
 from kvweave.model.sequence_kv import DenseKV
 
 
@@ -67,10 +67,16 @@ class Rows:
 
     token_ids: Sequence[int]
     positions: Sequence[int]  # ascending; as many as token_ids
-    kv: DenseKV | PagedKV | SegmentedKV  # gets the rows' keys and values; of one kind in a batch
+    kv: DenseKV | PagedKV  # gets the rows' keys and values; of one kind in a batch
     wanted: Sequence[int]  # which of these rows (0-based, ascending) need logits
     hook: RowHook | None = None  # changes the KV of each layer before its rows are written
     early_exit: EarlyExit | None = None  # None: all rows run to the end; wanted rows always do
+
+    @property
+    def paged_kv(self) -> PagedKV:
+        """The KV of rows that live in pages of a pool."""
+        assert isinstance(self.kv, PagedKV), "a batch has KV of one kind"
+        return self.kv
 
     def remaining(self) -> "Rows":
         """The rows that go on where the others stop."""
@@ -140,6 +146,7 @@ def hooked_rows(batch: Sequence[Rows]) -> list[HookedRows]:
     hooked: list[HookedRows] = []
     for rows, bounds in zip(batch, bounds_of(batch, None), strict=True):
         if rows.hook is not None:
-            assert not isinstance(rows.kv, SegmentedKV), "a hook writes to KV of one's own"
+            shares = isinstance(rows.kv, PagedKV) and rows.kv.chunks
+            assert not shares, "a hook writes to KV of one's own"
             hooked.append(HookedRows(rows.hook, rows.kv, *bounds))
     return hooked

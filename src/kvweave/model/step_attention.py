@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.kernels.rope import Angles, rotate
-from kvweave.kernels.types import SharedChunk
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool, PagedKV, SegmentedKV
+from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.rows import Rows
 
 if TYPE_CHECKING:
@@ -57,7 +56,8 @@ class PageArrays:
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[PagedKV, NDArray[np.int32]] = WeakKeyDictionary()
 
-    def of(self, kv: PagedKV) -> NDArray[np.int32]:
+    def table(self, kv: PagedKV) -> NDArray[np.int32]:
+        """Return the own pages of a sequence."""
         known = self._known.get(kv)
         if known is None or len(known) != len(kv.page_table):
             known = self._known[kv] = np.array(kv.page_table, dtype=np.int32)
@@ -67,14 +67,8 @@ class PageArrays:
         """How many own keys the row of each sequence sees, and its own pages."""
         keys, pages = [], []
         for rows in batch:
-            kv, position = rows.kv, rows.positions[0]
-            if isinstance(kv, SegmentedKV):
-                keys.append(kv.ranks([position])[0] + 1)
-                pages.append(self.of(kv.own))
-            else:
-                assert isinstance(kv, PagedKV), "recorded rows live in pages"
-                keys.append(position + 1)
-                pages.append(self.of(kv))
+            keys.append(rows.paged_kv.ranks(rows.positions)[0] + 1)
+            pages.append(self.table(rows.paged_kv))
         return keys, pages
 
 
@@ -145,10 +139,7 @@ class SharedAttention:
         return self._tables.rows
 
     def send(self, batch: Sequence[Rows], numbers: NDArray[np.int32]) -> bool:
-        held: list[Sequence[SharedChunk]] = [
-            rows.kv.chunks if isinstance(rows.kv, SegmentedKV) else () for rows in batch
-        ]
-        if not self._tables.hold(held):
+        if not self._tables.hold([rows.paged_kv.chunks for rows in batch]):
             return False
         self._tables.update(*self._page_arrays.own(batch), numbers)
         return True
@@ -186,10 +177,9 @@ class PromptAttention:
     def send(self, batch: Sequence[Rows], numbers: NDArray[np.int32]) -> bool:
         if not batch:
             return self._tables.update((), (), (), numbers)
-        kv = batch[0].kv
-        assert isinstance(kv, SegmentedKV), "its chunks are shared"
+        kv = batch[0].paged_kv
         keys = [rank + 1 for rank in kv.ranks([rows.positions[0] for rows in batch])]
-        return self._tables.update(kv.chunks, keys, self._page_arrays.of(kv.own), numbers)
+        return self._tables.update(kv.chunks, keys, self._page_arrays.table(kv), numbers)
 
     def begin(self) -> Attend:
         from kvweave.kernels.gpu.prompt_rows import attend_prompt_rows, turned_back
@@ -215,5 +205,5 @@ def _segment_shape(decoder: Decoder, pool: KVPool, *, shifted: bool = False) -> 
 
 
 def _most_pages(decoder: Decoder, pool: KVPool) -> int:
-    """Of one sequence."""
+    """Return how many pages one sequence may have."""
     return min(pool.num_pages, -(-decoder.spec.max_context // pool.page_tokens))

@@ -257,34 +257,37 @@ def _render_history(
 ) -> list[tuple[TemplatePart, PastMessage | None]]:
     """Render the history behind the preamble: the template's words (None) and the messages'."""
     if not tokenizer.has_chat_template:
-        spoken: list[tuple[TemplatePart, PastMessage | None]] = []
-        for place, message in enumerate(past):
-            behind = "\nAnswer:" if message.role == "user" else "\n\n"
-            spoken += [
-                (TemplatePart(message.content, place), message),
-                (TemplatePart(behind, None), None),
-            ]
-        return spoken
-    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    first = len(messages)
-    messages += [message.as_message() for message in past]
-    messages.append({"role": "user", "content": "…"})
+        return _render_plainly(past)
+    header: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    question = {"role": "user", "content": "…"}
+    messages = [*header, *(message.as_message() for message in past), question]
+    first, last = len(header), len(messages) - 1
     parts = tokenizer.render_parts(messages, tools)
+    shown = {part.message: i for i, part in enumerate(parts) if part.message is not None}
     places = [part.message for part in parts if part.message is not None and part.message >= first]
     said = [first + place for place, message in enumerate(past) if not message.is_silent]
-    if places != [*said, len(messages) - 1]:
+    if places != [*said, last]:
         raise UnsupportedModel(
             "the chat template does not show every message of the history once and in order"
         )
-    start = next(i for i, part in enumerate(parts) if part.message == first)
-    alone = tokenizer.render_parts([*messages[:first], messages[-1]], tools)
+    start, end = shown[first], shown[last]
+    alone = tokenizer.render_parts([*header, question], tools)
     if [part.text for part in parts[:start]] != [part.text for part in alone[:start]]:
         raise UnsupportedModel("the chat template changes the preamble when a history follows it")
-    end = next(i for i, part in enumerate(parts) if part.message == len(messages) - 1)
     return [
         (part, None if part.message is None else past[part.message - first])
         for part in parts[start:end]
     ]
+
+
+def _render_plainly(past: Sequence[PastMessage]) -> list[tuple[TemplatePart, PastMessage | None]]:
+    """Render the history for a model without a chat template."""
+    parts: list[tuple[TemplatePart, PastMessage | None]] = []
+    for place, message in enumerate(past):
+        behind = "\nAnswer:" if message.role == "user" else "\n\n"
+        parts.append((TemplatePart(message.content, place), message))
+        parts.append((TemplatePart(behind, None), None))
+    return parts
 
 
 def chunk_text(document: Document) -> str:

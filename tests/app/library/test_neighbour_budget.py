@@ -16,6 +16,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
+from worlds.kv_checks import check_store
 from worlds.tiny_corpus import WordEmbedder, make_folder
 from worlds.tiny_models import make_chat_model_folder
 from worlds.weaves import library_over
@@ -110,7 +111,7 @@ def test_a_tight_disk_keeps_all_that_is_served_and_the_next_ingest_computes_noth
         saves, served = world.ingest(library), served_keys(library)
         assert served <= on_disk(library).keys()
         assert (saves.saved, saves.dropped) == (len(served), 0)
-        library.store.check_integrity()
+        check_store(library.store)
     forbid_computing(monkeypatch)
     with world.library("tight", budget) as library:
         assert world.ingest(library).saved == 0

@@ -29,6 +29,7 @@ from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
+from worlds.kv_checks import check_store
 from worlds.serving import Interrupted
 from worlds.tiny_corpus import WordEmbedder
 from worlds.weaves import plain_weave
@@ -183,7 +184,7 @@ def test_a_document_that_comes_back_after_a_removal_elsewhere_gets_its_kv_again(
         weave.ingest(DRAIN, chunk_kv=True)
         assert weave.library.store.flush()
         assert list(objects.rglob("*.kv"))
-        weave.library.store.check_integrity()
+        check_store(weave.library.store)
 
 
 def test_a_plan_hears_of_it_too(over: Over, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import Packing, StoredRows
 from kvweave.kernels.unpack import unpack
-from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, GroupedFp8Codec, PlainCodec
+from kvweave.kv.format.codec import DTYPES, Codec, GroupedCodec, PlainCodec
 from kvweave.kv.format.header import ALIGN, round_up
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
@@ -32,9 +32,7 @@ def packing_of(codec: Codec, model: torch.dtype) -> Packing:
         case PlainCodec():
             return Packing("plain", codec.stored or model)
         case GroupedCodec():
-            return Packing("int", model, codec.bits, codec.group)
-        case GroupedFp8Codec():
-            return Packing("fp8", model, 8, codec.group)
+            return Packing("fp8" if codec.is_float else "int", model, codec.bits, codec.group)
     raise AssertionError(f"codec {codec.name!r} has no packing")
 
 

@@ -123,21 +123,24 @@ class PlainCodec:
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodec:
-    """Integer codes with an fp16 (low, scale) per group: int8, int4."""
+    """Codes in groups: integers with an fp16 (low, scale) per group, or e4m3 with a scale."""
 
     name: str
     bits: int
+    is_float: bool = False
     group: int = 64
 
     def num_bytes(self, shape: LayerShape) -> int:
-        return sum(_sizes_of(shape, self.bits, self.group, params=2))
+        return sum(self._sizes(shape))
 
     def encode(self, kv: LayerKV, out: Tensor) -> None:
         pieces: list[Tensor] = []
         for x, axis in zip(kv, AXES, strict=True):
-            groups = quantise(x, bits=self.bits, group=self.group, axis=axis)
-            assert groups.low is not None
-            pieces += [groups.q, groups.scale, groups.low]
+            if self.is_float:
+                groups = quantise_fp8(x, group=self.group, axis=axis)
+            else:
+                groups = quantise(x, bits=self.bits, group=self.group, axis=axis)
+            pieces += [piece for piece in groups if piece is not None]
         _fill(out, pieces)
 
     def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
@@ -147,40 +150,39 @@ class GroupedCodec:
         self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
     ) -> LayerKV:
         lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = _join_layers(data, shapes, self.bits, self.group, params=2)
-        for x, groups, axis in zip(out, stored, AXES, strict=True):
-            dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths)
+        for x, groups, axis in zip(out, self._join_layers(data, shapes), AXES, strict=True):
+            if self.is_float:
+                dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
+            else:
+                dequantise(
+                    groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths
+                )
         return out
 
+    def _sizes(self, shape: LayerShape) -> tuple[int, ...]:
+        return _piece_sizes(shape, self.bits, self.group, 1 if self.is_float else 2)
 
-@dataclass(frozen=True, slots=True)
-class GroupedFp8Codec:
-    """e4m3 codes with an fp16 scale per group."""
+    def _join_layers(
+        self, data: Sequence[Tensor], shapes: Sequence[LayerShape]
+    ) -> tuple[Groups, Groups]:
+        """Join keys and values of layers, one behind the other along tokens.
 
-    name: str = "fp8"
-    group: int = 64
+        Views of the bytes if it is one layer, as far as they can be viewed.
+        """
+        cuts = [_cut(each, self._sizes(shape)) for each, shape in zip(data, shapes, strict=True)]
+        pieces = iter(
+            [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*cuts, strict=True)]
+        )
+        heads, dim = shapes[0].num_kv_heads, shapes[0].head_dim
 
-    def num_bytes(self, shape: LayerShape) -> int:
-        return sum(_sizes_of(shape, 8, self.group, params=1))
+        def next_groups(groups_per_head: int) -> Groups:
+            q = next(pieces).view(-1, heads, dim * self.bits // 8)
+            scale = _halves(next(pieces)).view(-1, heads, groups_per_head)
+            return Groups(
+                q, scale, None if self.is_float else _halves(next(pieces)).view(scale.shape)
+            )
 
-    def encode(self, kv: LayerKV, out: Tensor) -> None:
-        pieces: list[Tensor] = []
-        for x, axis in zip(kv, AXES, strict=True):
-            groups = quantise_fp8(x, group=self.group, axis=axis)
-            pieces += [groups.q, groups.scale]
-        _fill(out, pieces)
-
-    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
-        return self.decode_joined([data], [shape], out or _empty(shape, data.device))
-
-    def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
-    ) -> LayerKV:
-        lengths = tuple(shape.num_tokens for shape in shapes)
-        stored = _join_layers(data, shapes, 8, self.group, params=1)
-        for x, groups, axis in zip(out, stored, AXES, strict=True):
-            dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
-        return out
+        return next_groups(dim), next_groups(num_groups(dim, self.group))
 
 
 CODECS: dict[str, Codec] = {
@@ -188,7 +190,7 @@ CODECS: dict[str, Codec] = {
     "fp16": PlainCodec("fp16", torch.float16),
     "bf16": PlainCodec("bf16", torch.bfloat16),
     "int8": GroupedCodec("int8", bits=8),
-    "fp8": GroupedFp8Codec(),
+    "fp8": GroupedCodec("fp8", bits=8, is_float=True),
     "int4": GroupedCodec("int4", bits=4),
 }
 
@@ -226,7 +228,7 @@ def _empty(shape: LayerShape, device: torch.device) -> LayerKV:
 
 
 @lru_cache(maxsize=1024)  # asked for every layer of every chunk
-def _sizes_of(shape: LayerShape, bits: int, group: int, params: int) -> tuple[int, ...]:
+def _piece_sizes(shape: LayerShape, bits: int, group: int, params: int) -> tuple[int, ...]:
     """Bytes of each piece: K codes, K parameters, V codes, V parameters.
 
     Raises ValueError for a shape that these codes cannot represent.
@@ -244,31 +246,6 @@ def _fill(out: Tensor, pieces: Sequence[Tensor]) -> None:
     sizes = [p.numel() * p.element_size() for p in pieces]
     for part, piece in zip(_cut(out, sizes), pieces, strict=True):
         part.copy_(piece.contiguous().view(torch.uint8).flatten())
-
-
-def _join_layers(
-    data: Sequence[Tensor], shapes: Sequence[LayerShape], bits: int, group: int, params: int
-) -> tuple[Groups, Groups]:
-    """Join keys and values of layers that were stored alike, one behind the other along tokens.
-
-    Views of the bytes if it is one layer, as far as they can be viewed.
-    """
-    cuts = [
-        _cut(each, _sizes_of(shape, bits, group, params))
-        for each, shape in zip(data, shapes, strict=True)
-    ]
-    pieces = iter(
-        [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*cuts, strict=True)]
-    )
-    heads, dim = shapes[0].num_kv_heads, shapes[0].head_dim
-
-    def groups(groups_per_head: int) -> Groups:
-        q = next(pieces).view(-1, heads, dim * bits // 8)
-        scale = _halves(next(pieces)).view(-1, heads, groups_per_head)
-        low = _halves(next(pieces)).view(scale.shape) if params == 2 else None
-        return Groups(q, scale, low)
-
-    return groups(dim), groups(num_groups(dim, group))
 
 
 def _cut(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:

@@ -238,14 +238,11 @@ def parse_header(raw: Buffer, key: bytes, object_bytes: int) -> Header:
         raise TierCorrupt(
             f"header claims {num_layers} layers and {num_extras} extras, aligned to {align}"
         )
-    at = FIXED_BYTES
-    end = at + num_layers * _LAYER.size
-    layers = tuple(map(Section._make, _LAYER.iter_unpack(raw[at:end])))
-    at = end
-    extras: dict[str, Section] = {}
-    for i in range(num_extras):
-        name, *section = _EXTRA.unpack_from(raw, at + i * _EXTRA.size)
-        extras[_text(name)] = Section(*section)
+    extras_at = FIXED_BYTES + num_layers * _LAYER.size
+    extras_end = extras_at + num_extras * _EXTRA.size
+    layers = tuple(map(Section._make, _LAYER.iter_unpack(raw[FIXED_BYTES:extras_at])))
+    named = _EXTRA.iter_unpack(raw[extras_at:extras_end])
+    extras = {_text(name): Section(*section) for name, *section in named}
     if len(extras) != num_extras:
         raise TierCorrupt("header names an extra twice")
     header = Header(own_key, shape, codec, algorithm, layers, extras, header_bytes, total, align)

@@ -301,14 +301,3 @@ class Arena:
             start = self._holes[index][0]
             size += self._holes.pop(index)[1]
         self._holes.insert(index, (start, size))
-
-    def check_integrity(self) -> None:
-        """Holes and taken runs tile the arena exactly, and no two holes touch."""
-        runs = sorted([*self._holes, *self._taken.items()])
-        at = 0
-        for start, size in runs:
-            assert start == at, f"arena has a gap or an overlap at {at}"
-            at = start + size
-        assert at == self.capacity_bytes, f"arena ends at {at}, not {self.capacity_bytes}"
-        for (start, size), (after, _) in zip(self._holes, self._holes[1:], strict=False):
-            assert start + size < after, f"holes at {start} and {after} touch"

@@ -157,10 +157,6 @@ class HostTier:
         with self._lock:
             self._give_back(memory)
 
-    def check_integrity(self) -> None:
-        with self._lock:
-            self._arena.check_integrity()
-
     def _copy_out(self, key: ChunkKey, kept: _HostObject, offset: int, out: memoryview) -> None:
         with self._lock:
             if self._kept.get(key) is not kept:

@@ -273,26 +273,11 @@ class NodePages:
         """Raise AssertionError if the books do not balance."""
         live = subtree(root)
         assert len(live) - 1 == self.num_nodes, f"{len(live) - 1} nodes, books say {self.num_nodes}"
-        for tier, budget in self.budgets.items():
-            held = [node for node in (*live, *self.doomed_nodes()) if tier in node.pages]
-            used = sum(node.pages[tier].size_bytes for node in held)
-            assert used == budget.used_bytes, f"{tier}: {used} bytes, books say {budget.used_bytes}"
-            assert used <= budget.capacity_bytes, f"{tier}: {used} of {budget.capacity_bytes} bytes"
-            below = {id(child.parent) for child in live if tier is HOST or DEVICE in child.pages}
-            leaves = {n for n in live if n.depth and tier in n.pages and id(n) not in below}
-            assert budget.leaves() == leaves, f"{tier}: ranked leaves differ from the tree's"
+        held = [*live, *self.doomed_nodes()]
+        for budget in self.budgets.values():
+            _check_budget(budget, live, held)
         for node in live:
-            on_device = sum(1 for child in node.children.values() if DEVICE in child.pages)
-            assert node.device_children == on_device, f"{node}: {on_device} children on device"
-            parent = node.parent
-            assert node.pins <= (parent.pins if parent else node.pins), f"{node}: pins rise"
-            if parent is None:
-                continue
-            assert node.pages, f"{node} is in no tier"
-            if parent.num_tokens == 0:  # no preamble: nothing to stand behind
-                continue
-            assert parent.pages, f"{node} hangs below nothing"
-            assert DEVICE not in node.pages or DEVICE in parent.pages, f"{node} above its parent"
+            _check_node(node)
 
     def _outranks(self, node: Node, victims: list[Node]) -> bool:
         """Whether host would rather have this one; at a tie it is the more recent one."""
@@ -314,6 +299,29 @@ class NodePages:
                 self.budgets[tier].used_bytes -= pages.size_bytes
                 self._owner.free(tier, pages)
             node.pages = {}
+
+
+def _check_budget(budget: TreeBudget, live: list[Node], held: list[Node]) -> None:
+    tier = budget.tier
+    used = sum(node.pages[tier].size_bytes for node in held if tier in node.pages)
+    assert used == budget.used_bytes, f"{tier}: {used} bytes, books say {budget.used_bytes}"
+    assert used <= budget.capacity_bytes, f"{tier}: {used} of {budget.capacity_bytes} bytes"
+    below = {id(child.parent) for child in live if tier is HOST or DEVICE in child.pages}
+    leaves = {n for n in live if n.depth and tier in n.pages and id(n) not in below}
+    assert budget.leaves() == leaves, f"{tier}: ranked leaves differ from the tree's"
+
+
+def _check_node(node: Node) -> None:
+    on_device = sum(1 for child in node.children.values() if DEVICE in child.pages)
+    assert node.device_children == on_device, f"{node}: {on_device} children on device"
+    parent = node.parent
+    if parent is None:
+        return
+    assert node.pins <= parent.pins, f"{node}: pins rise"
+    assert node.pages, f"{node} is in no tier"
+    if parent.num_tokens:  # with no preamble there is nothing to stand behind
+        assert parent.pages, f"{node} hangs below nothing"
+        assert DEVICE not in node.pages or DEVICE in parent.pages, f"{node} above its parent"
 
 
 def subtree(top: Node) -> list[Node]:

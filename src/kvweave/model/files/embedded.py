@@ -212,7 +212,7 @@ EMBEDDED: dict[str, EmbeddedModel] = {
 }
 
 
-def embedded(name: str) -> EmbeddedModel:
+def find_embedded(name: str) -> EmbeddedModel:
     if name not in EMBEDDED:
         raise ModelNotFound(f"no embedded model {name!r}; there are: {', '.join(EMBEDDED)}")
     return EMBEDDED[name]

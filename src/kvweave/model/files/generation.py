@@ -15,7 +15,7 @@ KEYS = ("temperature", "top_p", "top_k", "repetition_penalty")
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Of KEYS, those that the file has; a null counts as left out. `do_sample: false` is
+    """Read those of KEYS that the file has; a null counts as left out. `do_sample: false` is
     temperature 0. Empty without a file. Raises ModelCorrupt."""
     path = folder / FILE
     if not path.is_file():

@@ -41,7 +41,7 @@ def locate(
     cache = cache or ModelCache()
     path = Path(name).expanduser()
     if name in EMBEDDED:
-        return _embedded(name, pull, progress, cache)
+        return _find_embedded(name, pull, progress, cache)
     if path.suffix.lower() == ".gguf":
         return gguf_folder(path, progress=progress, cache=cache)
     if name and path.is_dir():
@@ -58,7 +58,7 @@ def locate(
 
 
 def locate_tokenizer(name: str, *, pull: bool = True) -> Path:
-    """As `locate`, for those who need no weights: of a hub id only small files are fetched."""
+    """Find the folder for those who need no weights: of a hub id only small files are fetched."""
     is_hub_id = _HUB_ID.fullmatch(name) is not None and not Path(name).expanduser().exists()
     if not is_hub_id:
         return locate(name, pull=pull)
@@ -99,7 +99,7 @@ def gguf_folder(
     )
 
 
-def _embedded(name: str, pull: bool, progress: Progress | None, cache: ModelCache) -> Path:
+def _find_embedded(name: str, pull: bool, progress: Progress | None, cache: ModelCache) -> Path:
     if pull:
         return pull_embedded(EMBEDDED[name], progress=progress, cache=cache)
     found = peek(EMBEDDED[name], cache)

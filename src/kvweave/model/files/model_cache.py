@@ -128,7 +128,7 @@ class ModelCache:
         `fill` creates `folder` and may litter `scratch`. Blocks while another process makes the
         same folder, then returns that one's work.
         """
-        with self._explained(origin.name), self._locked(folder_name, progress):
+        with self._explain_disk(origin.name), self._lock(folder_name, progress):
             found = self.peek(folder_name, origin)
             if found is not None:
                 return found.path
@@ -153,7 +153,7 @@ class ModelCache:
         paths = [self.root / folder_name, self.downloads(folder_name)]
         if not any(path.is_dir() for path in paths):
             return False
-        with self._explained(folder_name), self._locked(folder_name, no_progress):
+        with self._explain_disk(folder_name), self._lock(folder_name, no_progress):
             there = [path for path in paths if path.is_dir()]  # another rm may have been quicker
             with self._scratch(folder_name) as scratch:
                 for number, path in enumerate(there):
@@ -169,7 +169,7 @@ class ModelCache:
         return final
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
+    def _explain_disk(self, name: str) -> Iterator[None]:
         """A full or read-only disk is one line with a way out."""
         try:
             yield
@@ -180,7 +180,7 @@ class ModelCache:
             ) from error
 
     @contextmanager
-    def _locked(self, folder_name: str, progress: Progress) -> Iterator[None]:
+    def _lock(self, folder_name: str, progress: Progress) -> Iterator[None]:
         from filelock import FileLock, Timeout
 
         locks = self.root / ".locks"
@@ -225,7 +225,7 @@ def _seal(folder: Path, origin: CacheOrigin) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> Path:
-    """The same bytes at `target`, for nothing where the disk can do that."""
+    """Put the bytes of `source` at `target`, as a link where the disk can do that."""
     try:
         os.link(source.resolve(), target)
     except OSError:

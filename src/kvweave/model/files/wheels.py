@@ -136,7 +136,7 @@ class WheelDownloads:
         for wheel in self._wheels:
             place = self._place(wheel)
             if place.is_file() and sha256_of(place) == wheel.sha256:
-                self._arrived(wheel)
+                self._note_arrival(wheel)
             else:
                 place.unlink(missing_ok=True)
         missing = [wheel for wheel in self._wheels if not self._is_here[wheel]]
@@ -169,9 +169,9 @@ class WheelDownloads:
         check_sha256(file, wheel.sha256, wheel.name)
         file.replace(self._place(wheel))
         shutil.rmtree(scratch, ignore_errors=True)
-        self._arrived(wheel)
+        self._note_arrival(wheel)
 
-    def _arrived(self, wheel: Wheel) -> None:
+    def _note_arrival(self, wheel: Wheel) -> None:
         self._came[wheel], self._is_here[wheel] = wheel.size_bytes, True
 
     def _place(self, wheel: Wheel) -> Path:

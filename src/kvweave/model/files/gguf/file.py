@@ -110,9 +110,9 @@ class _Reader:
         self._at = 4
         version = self._number("I", "version")
         if version & 0xFFFF == 0:
-            self._unsupported("is a big-endian GGUF; convert it to little-endian first")
+            self._refuse("is a big-endian GGUF; convert it to little-endian first")
         if version not in _VERSIONS:
-            self._unsupported(f"is GGUF version {version}; versions 2 and 3 can be read")
+            self._refuse(f"is GGUF version {version}; versions 2 and 3 can be read")
         return self._number("Q", "tensor count"), self._number("Q", "metadata count")
 
     def metadata(self, num_pairs: int) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class _Reader:
         packing = PACKINGS.get(kind)
         if packing is None:
             known = ", ".join(p.name for p in PACKINGS.values())
-            self._unsupported(
+            self._refuse(
                 f"has tensor {name!r} of type {REFUSED.get(kind, kind)}; "
                 f"choose a file quantised as one of {known}"
             )
@@ -211,5 +211,5 @@ class _Reader:
     def _corrupt(self, problem: str) -> NoReturn:
         raise ModelCorrupt(f"{self._path} {problem}; download it again")
 
-    def _unsupported(self, problem: str) -> NoReturn:
+    def _refuse(self, problem: str) -> NoReturn:
         raise UnsupportedModel(f"{self._path} {problem}")

@@ -123,7 +123,7 @@ def _unpack_q8_0(r: Records) -> F32:
 # The K packings share one shape: 256 values, a scale per group of 16 or 32 values, itself packed.
 
 
-def _grouped(scales: F32, q: npt.NDArray[Any], mins: F32 | None = None) -> F32:
+def _scale_groups(scales: F32, q: npt.NDArray[Any], mins: F32 | None = None) -> F32:
     """scale × q (− min) with one scale per group: scales [N, G], q [N, 256]."""
     grouped = q.reshape(len(q), scales.shape[1], -1).astype(np.float32)
     out = scales[:, :, None] * grouped
@@ -136,7 +136,7 @@ def _unpack_q2_k(r: Records) -> F32:
     q = _fields(r["qs"], _U2, 0x03, run=32)
     scales = _scale(r, "d") * (r["scales"] & 0x0F).astype(np.float32)
     mins = _scale(r, "m") * (r["scales"] >> 4).astype(np.float32)
-    return _grouped(scales, q, mins)
+    return _scale_groups(scales, q, mins)
 
 
 def _unpack_q3_k(r: Records) -> F32:
@@ -149,7 +149,7 @@ def _unpack_q3_k(r: Records) -> F32:
     q = _fields(r["qs"], _U2, 0x03, run=32).astype(np.int8) - (missing << np.uint8(2)).astype(
         np.int8
     )
-    return _grouped(_scale(r, "d") * scales.astype(np.float32), q)
+    return _scale_groups(_scale(r, "d") * scales.astype(np.float32), q)
 
 
 def _scales_and_mins(r: Records) -> tuple[F32, F32]:
@@ -162,21 +162,21 @@ def _scales_and_mins(r: Records) -> tuple[F32, F32]:
 
 def _unpack_q4_k(r: Records) -> F32:
     scales, mins = _scales_and_mins(r)
-    return _grouped(scales, _fields(r["qs"], _U4, 0x0F, run=32), mins)
+    return _scale_groups(scales, _fields(r["qs"], _U4, 0x0F, run=32), mins)
 
 
 def _unpack_q5_k(r: Records) -> F32:
     scales, mins = _scales_and_mins(r)
     high = _fields(r["qh"], _U1, 0x01, run=32)
     q = _fields(r["qs"], _U4, 0x0F, run=32) | (high << np.uint8(4))
-    return _grouped(scales, q, mins)
+    return _scale_groups(scales, q, mins)
 
 
 def _unpack_q6_k(r: Records) -> F32:
     low = _fields(r["ql"], _U4, 0x0F, run=64)
     high = _fields(r["qh"], _U2, 0x03, run=32)
     q = (low | (high << np.uint8(4))).astype(np.int8) - np.int8(32)
-    return _grouped(_scale(r, "d") * r["scales"].astype(np.float32), q)
+    return _scale_groups(_scale(r, "d") * r["scales"].astype(np.float32), q)
 
 
 # type number in the file → packing
