@@ -139,7 +139,7 @@ def find_files(path: Path, selection: Selection) -> Iterator[FoundFile | Ignored
     if not is_folder:
         yield _look_at(start, selection)
         return
-    yield from _walk(start, selection)
+    yield from _Walk(selection).find(start)
 
 
 class _Folder(NamedTuple):
@@ -148,56 +148,58 @@ class _Folder(NamedTuple):
     entries: Iterator[os.DirEntry[str]]
 
 
-def _walk(start: Path, selection: Selection) -> Iterator[FoundFile | Ignored | Skipped]:
-    """Depth first with a stack of its own: a tree may be deeper than Python recurses."""
-    visited: set[tuple[int, int]] = set()
-    stack: list[_Folder] = []
+class _Walk:
+    """Goes through a folder depth first, with a stack of its own: a tree may be deeper than Python
+    recurses."""
 
-    def enter(path: Path, below: str) -> Skipped | None:
-        try:
-            info = path.stat()
-            key = (info.st_dev, info.st_ino)
-            if any(folder.key == key for folder in stack):
-                return Skipped(_printable(path), "a symlink loop: the folder contains itself")
-            if selection.roots is not None:
-                ensure_inside(selection.roots, path)
-            if key in visited:
-                return None  # linked from two places: its files are found already
-            with os.scandir(path) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
-        except (*BAD_PATH, CorpusError) as error:
-            return Skipped(_printable(path), _reason(error))
-        visited.add(key)
-        stack.append(_Folder(key, below, iter(entries)))
-        return None
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self._visited: set[tuple[int, int]] = set()
+        self._stack: list[_Folder] = []
 
-    skipped = enter(start, "")
-    if skipped is not None:
-        yield skipped
-    while stack:
-        entry = next(stack[-1].entries, None)
-        if entry is None:
-            stack.pop()
-            continue
-        if entry.name.startswith("."):
-            continue
-        relative, path = f"{stack[-1].below}{entry.name}", Path(entry.path)
+    def find(self, start: Path) -> Iterator[FoundFile | Ignored | Skipped]:
+        yield from self._enter(start, "")
+        while self._stack:
+            entry = next(self._stack[-1].entries, None)
+            if entry is None:
+                self._stack.pop()
+            elif not entry.name.startswith("."):
+                yield from self._look_at(entry, f"{self._stack[-1].below}{entry.name}")
+
+    def _look_at(
+        self, entry: os.DirEntry[str], relative: str
+    ) -> Iterator[FoundFile | Ignored | Skipped]:
+        path = Path(entry.path)
         try:
             is_folder = entry.is_dir()
         except OSError as error:
             yield Skipped(_printable(path), _reason(error))
-            continue
+            return
         if is_folder:
-            if not any(fnmatchcase(relative, p) for p in selection.exclude):
-                skipped = enter(path, f"{relative}/")
-                if skipped is not None:
-                    yield skipped
-        elif not selection.wants(relative):
-            continue
-        elif path.suffix.lower() in ENDINGS:
-            yield _look_at(path, selection)
-        else:
-            yield Ignored(path)
+            if not any(fnmatchcase(relative, p) for p in self._selection.exclude):
+                yield from self._enter(path, f"{relative}/")
+        elif self._selection.wants(relative):
+            is_known = path.suffix.lower() in ENDINGS
+            yield _look_at(path, self._selection) if is_known else Ignored(path)
+
+    def _enter(self, path: Path, below: str) -> Iterator[Skipped]:
+        """Put a folder on the stack, unless it was entered already; yield why it cannot be."""
+        try:
+            info = path.stat()
+            key = (info.st_dev, info.st_ino)
+            if any(folder.key == key for folder in self._stack):
+                raise CorpusError("a symlink loop: the folder contains itself")
+            if self._selection.roots is not None:
+                ensure_inside(self._selection.roots, path)
+            if key in self._visited:
+                return  # linked from two places: its files are found already
+            with os.scandir(path) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except (*BAD_PATH, CorpusError) as error:
+            yield Skipped(_printable(path), _reason(error))
+            return
+        self._visited.add(key)
+        self._stack.append(_Folder(key, below, iter(entries)))
 
 
 def _look_at(path: Path, selection: Selection) -> FoundFile | Skipped:

@@ -109,7 +109,7 @@ def _sheet_rows(sheet: Any, name: str, limits: ParseLimits) -> Iterator[ParsedRo
             yield _row(cells, title, f"{sheet.title}, {own_title!r}")
         return
     lines = filter(None, (_line(header, row) for row in rows))
-    text = "\n".join(_limited(lines, limits)) or "; ".join(filter(None, header))
+    text = "\n".join(_check_size(lines, limits)) or "; ".join(filter(None, header))
     yield ParsedRow(f"sheet:{sheet.title}", title, text)
 
 
@@ -118,7 +118,7 @@ def _line(header: Sequence[str], row: Sequence[str]) -> str:
     return "; ".join(f"{key}: {value}" if key else value for key, value in pairs if value)
 
 
-def _limited(lines: Iterable[str], limits: ParseLimits) -> Iterator[str]:
+def _check_size(lines: Iterable[str], limits: ParseLimits) -> Iterator[str]:
     num_chars = 0
     for line in lines:
         num_chars += len(line)

@@ -62,24 +62,35 @@ def config_complaints(config: Any) -> list[str]:
 
 def model_complaints(model: Any, spec: ModelSpec) -> list[str]:
     """Where the loaded modules differ from what config.json says."""
-    found = []
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     if len(layers) != spec.num_layers:
         return [f"{type(model).__name__} has {len(layers)} layers, config.json {spec.num_layers}"]
     kinds = {type(layer).__name__ for layer in layers}
     if not kinds <= set(LAYERS):
         return [f"layers of kind {', '.join(sorted(kinds))}; known: {', '.join(LAYERS)}"]
-    attention = layers[0].self_attn
-    heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    complaints = _attention_complaints([layer.self_attn for layer in layers], spec)
+    return complaints + _angle_complaints(model, spec)
+
+
+def _attention_complaints(layers: Sequence[Any], spec: ModelSpec) -> list[str]:
+    """Where attention computes something else than config.json says, or cannot be written."""
+    found = []
+    first = layers[0]
+    heads = first.num_heads, first.num_kv_heads, first.head_dim
     if heads != (spec.num_heads, spec.num_kv_heads, spec.head_dim):
         found.append(f"attention of shape {heads} is not that of config.json")
-    if abs(attention.scaling * spec.head_dim**0.5 - 1) > 1e-6:
-        found.append(f"attention is scaled by {attention.scaling:g}")
-    if any(getattr(layer.self_attn, "do_llama_4_scaling", False) for layer in layers):
+    if abs(first.scaling * spec.head_dim**0.5 - 1) > 1e-6:
+        found.append(f"attention is scaled by {first.scaling:g}")
+    if any(getattr(layer, "do_llama_4_scaling", False) for layer in layers):
         found.append("queries are scaled by position")
-    if any(getattr(layer.self_attn, "dual_chunk_attention_config", None) for layer in layers):
+    if any(getattr(layer, "dual_chunk_attention_config", None) for layer in layers):
         found.append("attention is cut into dual chunks")
-    impls = [layer.self_attn.attn.impl for layer in layers]
+    return found + _backend_complaints([layer.attn.impl for layer in layers])
+
+
+def _backend_complaints(impls: Sequence[Any]) -> list[str]:
+    """What the attention backend does that fusing does not."""
+    found = []
     windows = {getattr(impl, "sliding_window", None) for impl in impls}
     if not windows <= {None, -1, (-1, -1)}:
         found.append("attention has a sliding window")
@@ -91,7 +102,7 @@ def model_complaints(model: Any, spec: ModelSpec) -> list[str]:
         found.append("attention has sinks")
     if not all(hasattr(impl, "do_kv_cache_update") for impl in impls):
         found.append(f"backend {type(impls[0]).__name__} has no operator that writes KV")
-    return found + _angle_complaints(model, spec)
+    return found
 
 
 def _angle_complaints(model: Any, spec: ModelSpec) -> list[str]:

@@ -90,13 +90,7 @@ def parse_reuse_request(
         raise RequestError(
             f"chunks end at {chunks[-1][1]} of {num_tokens} tokens; a question stands behind them"
         )
-    reuse, ratio = given.get("reuse", defaults.reuse), given.get("ratio")
-    if not isinstance(reuse, str):
-        raise RequestError(f"reuse must be the name of a strategy, got {reuse!r}")
-    if ratio is None and reuse == defaults.reuse:
-        ratio = defaults.ratio
-    elif ratio is not None and (isinstance(ratio, bool) or not isinstance(ratio, int | float)):
-        raise RequestError(f"ratio must be a number from 0 to 1, got {ratio!r}")
+    reuse, ratio = _reuse(given, defaults)
     strategy = open_strategy(reuse, ModelFacts(num_layers))
     tenant, missing = given.get("tenant", ""), given.get("missing", "later")
     if not isinstance(tenant, str):
@@ -127,6 +121,18 @@ def parse_forget(params: Mapping[str, Any]) -> tuple[str, ...]:
     if unfit := [each for each in ids if not isinstance(each, str) or make_tag(each) is None]:
         raise RequestError(f"forget: {str(unfit[0])[:80]!r} is no id of a chunk")
     return tuple(ids)
+
+
+def _reuse(given: Mapping[str, Any], defaults: Defaults) -> tuple[str, float | None]:
+    """The strategy by name, and its ratio; None: the strategy's own."""
+    reuse, ratio = given.get("reuse", defaults.reuse), given.get("ratio")
+    if not isinstance(reuse, str):
+        raise RequestError(f"reuse must be the name of a strategy, got {reuse!r}")
+    if ratio is None:
+        return reuse, defaults.ratio if reuse == defaults.reuse else None
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise RequestError(f"ratio must be a number from 0 to 1, got {ratio!r}")
+    return reuse, ratio
 
 
 def _chunk_spans(given: Any) -> tuple[tuple[int, int], ...]:
