@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvweave.kernels.dispatch import compiled, has_kernels
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.native.operators import attend_row, attend_rows
+from kvweave.kernels.native.operators import attend_rows
 from kvweave.kernels.scattered import attend_scattered
 from kvweave.kernels.types import Segment
 
@@ -66,26 +66,25 @@ def attend_reference(
     CPU with compiled kernels these do the work; they are held to the definition by their tests."""
     parts: list[Tensor] = []
     for segment in segments:
-        if segment.end - segment.start == 1 and segment.key_positions is None:  # decode
-            row = slice(segment.start, segment.end)
-            parts.append(_sdpa(q[row], segment, int(positions[segment.start]) + 1, scale))
+        at = slice(segment.start, segment.end)
+        if (library := _compiled_for(q, segment)) is not None:
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            keys, values = segment.keys, segment.values
+            parts.append(attend_rows(library, q[at], positions[at], keys, values, factor))
             continue
-        library = _compiled_for(q, segment)
-        before = None if library is not None else _rows_before(positions, segment)
+        if segment.end - segment.start == 1 and segment.key_positions is None:  # decode
+            parts.append(_sdpa(q[at], segment, int(positions[segment.start]) + 1, scale))
+            continue
+        before = _rows_before(positions, segment)
         if before is not None:
             rows = q[segment.start : segment.end]
             if before:
                 rows = F.pad(rows, (0, 0, 0, 0, before, 0))
             parts.append(_sdpa(rows, segment, len(rows), scale, causal=True)[before:])
             continue
-        at = slice(segment.start, segment.end)
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
-        if library is not None:
-            keys, values = segment.keys, segment.values
-            parts.append(attend_rows(library, q[at], positions[at], keys, values, factor))
-            continue
         block = _block_rows(positions, segment)
         if _are_scattered(q, segment, block):
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
             done = attend_scattered(q[at], positions[at], segment.keys, segment.values, factor)
             if done is not None:
                 parts.append(done)
@@ -121,9 +120,14 @@ def _attend_block(q: Tensor, positions: Tensor, segment: Segment, scale: float |
 
 def _compiled_for(q: Tensor, segment: Segment) -> CompiledLibrary | None:
     """The compiled kernels, where they take all rows of a segment at once."""
-    if segment.end - segment.start <= 1 or segment.key_positions is not None:
+    if segment.end <= segment.start or segment.key_positions is not None:
         return None
-    library = compiled(q, segment.keys, segment.values)
+    return compiled_for(q, segment.keys, segment.values)
+
+
+def compiled_for(q: Tensor, keys: Tensor, values: Tensor) -> CompiledLibrary | None:
+    """The compiled kernels, where they take these queries over these keys and values."""
+    library = compiled(q, keys, values)
     return library if library is not None and q.shape[-1] <= library.most_dim else None
 
 
@@ -171,9 +175,6 @@ def _sdpa(
     """Rows over the first `num_keys` keys: all, or causal from the top left, or as masked."""
     if len(q) == 1 and mask is None:
         keys, values = segment.keys[:num_keys], segment.values[:num_keys]
-        if (library := compiled(q, keys, values)) is not None:
-            factor = q.shape[-1] ** -0.5 if scale is None else scale
-            return attend_row(library, q, keys, values, factor)
         # heads that share a KV head are as rows of it: a third off for 9/3 heads and 512 keys
         grouped = F.scaled_dot_product_attention(
             q.reshape(1, keys.shape[1], -1, q.shape[-1]),  # [1, Hk, G, D]

@@ -3,9 +3,11 @@
 The same question as in attention.py: a row at position p sees the keys at positions <= p. Only the
 keys' place differs: page j of a sequence's table holds its positions [j * page, (j + 1) * page).
 
-Pages side by side are one piece of memory. A sequence of one piece is plain attention over a view.
-Of several pieces, a few rows (decode) take scores piece by piece and one softmax over all of them,
-so no key is copied; many rows (prefill) pay for one gather of the keys, which their products dwarf.
+Pages side by side are one piece of memory. Compiled kernels read keys where they lie, and a row
+finds the same wherever that is, to the last bit. Without them, a sequence of one piece is plain
+attention over a view. Of several pieces, a few rows (decode) take scores piece by piece and one
+softmax over all of them, so no key is copied; many rows (prefill) pay for one gather of the keys,
+which their products dwarf.
 
 Shapes: R rows of all sequences, P pages of the pool, Hq query heads, Hk KV heads, D head dim.
 """
@@ -15,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.kernels.attention import attend, kernels_fit
+from kvweave.kernels.attention import attend, compiled_for, kernels_fit
+from kvweave.kernels.native.attention import attend_rows
 from kvweave.kernels.types import PagedSegment, Segment
 
 GATHER_ROWS = 8  # rows of one sequence from which on a gather of its keys is cheaper
@@ -59,6 +62,11 @@ def attend_paged_reference(
         rows = slice(segment.start, segment.end)
         num_keys = int(positions[segment.end - 1]) + 1
         pieces = page_pieces(segment.page_table, segment.runs, page, num_keys)
+        if (library := compiled_for(q, keys, values)) is not None:
+            factor = q.shape[-1] ** -0.5 if scale is None else scale
+            found = attend_rows(library, q[rows], positions[rows], keys, values, factor, pieces)
+            parts.append(found)
+            continue
         if len(pieces) > 1 and segment.end - segment.start < GATHER_ROWS:
             parts.append(_attend_pieces(q[rows], positions[rows], pieces, keys, values, scale))
             continue

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvweave.kernels.attention import attend_reference
 from kvweave.kernels.native.library import CompiledLibrary
-from kvweave.kernels.native.operators import attend_row, attend_rows
+from kvweave.kernels.native.operators import attend_rows
 from kvweave.kernels.types import Segment
 
 HEADS = [(9, 3, 64), (4, 4, 80), (14, 2, 64), (2, 1, 7)]
@@ -39,7 +39,7 @@ def test_attention_is_the_same_to_the_last_bit_with_any_threads(library: Compile
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(attend_row(library, q, keys, values, 0.125))
+            found.append(attend_rows(library, q, torch.tensor([899]), keys, values, 0.125))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -92,6 +92,25 @@ def test_a_row_of_many_does_not_depend_on_the_others_or_on_threads(
     assert torch.equal(attend_rows(library, q, at, keys, later, 0.2)[:200], whole[:200])
 
 
+@pytest.mark.parametrize("heads", [*HEADS, (40, 2, 16)])
+def test_a_row_finds_the_same_alone_among_others_and_in_pages(
+    library: CompiledLibrary, heads: tuple[int, int, int]
+) -> None:
+    num_heads, kv_heads, dim = heads
+    q, room = torch.randn(700, num_heads, dim) * 3, torch.randn(2, 700, kv_heads, dim)
+    at = torch.arange(700)
+    whole = attend_rows(library, q, at, *room, 0.2)
+    for row in (0, 1, 63, 64, 255, 256, 300, 511, 512, 699):
+        alone = attend_rows(library, q[row : row + 1], at[row : row + 1], *room, 0.2)
+        assert torch.equal(alone[0], whole[row]), row
+    pages = torch.full((2, 1500, kv_heads, dim), torch.nan)
+    pages[:, 900:1300], pages[:, 40:140], pages[:, 300:500] = room.split((400, 100, 200), dim=1)
+    pieces = [(900, 1300), (40, 140), (300, 500)]
+    assert torch.equal(attend_rows(library, q, at, *pages, 0.2, pieces), whole)
+    last = attend_rows(library, q[-1:], at[-1:], *pages, 0.2, pieces)
+    assert torch.equal(last[0], whole[-1])
+
+
 def test_many_sequences_of_a_batch_look_at_their_own_keys(
     library: CompiledLibrary, by_torch: ByTorch
 ) -> None:
@@ -115,8 +134,8 @@ def test_a_row_that_is_no_number_spoils_no_other(library: CompiledLibrary) -> No
 
 def test_what_does_not_fit_is_refused_before_memory_is_touched(library: CompiledLibrary) -> None:
     keys = torch.zeros(5, 2, 8)
-    with pytest.raises(ValueError, match="no row"):
-        attend_row(library, torch.zeros(1, 3, 8), keys, keys, 1.0)
+    with pytest.raises(ValueError, match="are not in 5 slots"):
+        attend_rows(library, torch.zeros(1, 4, 8), torch.tensor([0]), keys, keys, 1.0, [(3, 6)])
     with pytest.raises(ValueError, match="no rows"):
         attend_rows(library, torch.zeros(2, 3, 8), torch.arange(2), keys, keys, 1.0)
     with pytest.raises(ValueError, match="do not fit 5 keys"):

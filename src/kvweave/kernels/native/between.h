@@ -90,7 +90,7 @@ INLINE float exp_below(float x) {
 INLINE float exp_near(float x) { return exp_below(x > 87.0f ? 87.0f : x); }
 
 /* One row; `to` may be `from`. */
-static void norm_row(const float *from, const float *weight, float eps, float *to, int64_t dim) {
+static __attribute__((noinline)) void norm_row(const float *from, const float *weight, float eps, float *to, int64_t dim) {
     float scale = 1.0f / sqrtf(dot_floats(from, from, dim) / (float)dim + eps);
     for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale * weight[i];
 }
@@ -105,7 +105,7 @@ void kvw_rms_norm(
 }
 
 /* silu(gate) times up; `to` may be `gate`. */
-INLINE void gate_row(const float *gate, const float *up, float *to, int64_t inner) {
+static __attribute__((noinline)) void gate_row(const float *gate, const float *up, float *to, int64_t inner) {
     for (int64_t i = 0; i < inner; i++) to[i] = gate[i] / (1.0f + exp_near(-gate[i])) * up[i];
 }
 
@@ -119,7 +119,7 @@ void kvw_silu_mul(float *gate_up, int64_t stride, int64_t rows, int64_t inner, i
 }
 
 /* One head of one row: pairs are (j, j + half); what lies behind them is copied. */
-INLINE void turn_head(
+static __attribute__((noinline)) void turn_head(
     const float *from, const float *c, const float *s, float *restrict to, int64_t dim,
     int64_t half) {
     for (int64_t j = 0; j < half; j++) {

@@ -224,7 +224,7 @@ typedef struct {
 
 /* What one thread looks at in one go. */
 typedef struct {
-    int32_t sequence, head, nth; /* the nth block of keys of a single row, or tile of many rows */
+    int32_t sequence, head, nth; /* the nth part of a single row, or tile of many rows */
     int64_t part;                /* of a single row: where its parts go, in floats */
 } Task;
 
@@ -234,8 +234,8 @@ static Held held_of(const Pass *pass, const SequenceRows *q, int64_t layer) {
     return (Held){q->keys + at, q->values + at, row, dim, row, dim, q->pieces, q->num_pieces};
 }
 
-static int64_t blocks_of(const Pass *pass, const SequenceRows *q) {
-    return whole(pass->positions[q->first] + 1, KEY_BLOCK) / KEY_BLOCK;
+static int64_t parts_of(const Pass *pass, const SequenceRows *q) {
+    return whole(pass->positions[q->first] + 1, PART_KEYS) / PART_KEYS;
 }
 
 static int64_t tiles_of(const Pass *pass, const SequenceRows *q) {
@@ -252,7 +252,7 @@ static int64_t list_tasks(const Pass *pass, Task *tasks, int64_t *part_floats) {
         for (int64_t n = 0; n < pass->num_sequences; n++) {
             const SequenceRows *q = pass->sequences + n;
             if ((q->count == 1) != single || q->count == 0) continue;
-            int64_t all = single ? blocks_of(pass, q) : tiles_of(pass, q);
+            int64_t all = single ? parts_of(pass, q) : tiles_of(pass, q);
             for (int64_t turn = 0; turn < all * s->kv_heads; turn++, count++) {
                 if (tasks)
                     tasks[count] = (Task){(int32_t)n, (int32_t)(turn % s->kv_heads),
@@ -271,11 +271,11 @@ static void do_task(
     int64_t group = s->heads / s->kv_heads, wide = s->heads * s->dim, h = task->head;
     Held held = held_of(pass, rows, layer);
     if (rows->count == 1) {
-        int64_t start = (int64_t)task->nth * KEY_BLOCK;
-        int64_t count = MIN(KEY_BLOCK, pass->positions[rows->first] + 1 - start);
+        int64_t start = (int64_t)task->nth * PART_KEYS;
+        int64_t count = MIN(PART_KEYS, pass->positions[rows->first] + 1 - start);
         float *part = parts + task->part + (task->nth * s->heads + h * group) * PART(s->dim);
         q += rows->first * wide + h * group * s->dim;
-        attend_block(q, &held, h, start, count, group, s->dim, s->scale, part);
+        attend_part(q, &held, h, start, count, group, s->dim, s->scale, part);
         return;
     }
     Attention all = {
@@ -318,7 +318,7 @@ static void attend_pass(
     for (int64_t n = 0; n < pass->num_sequences; n++) {
         const SequenceRows *rows = pass->sequences + n;
         if (rows->count != 1) continue;
-        int64_t blocks = blocks_of(pass, rows);
+        int64_t blocks = parts_of(pass, rows);
 #pragma omp for schedule(static) nowait
         for (int64_t head = 0; head < s->heads; head++) {
             float *to = out + (rows->first * s->heads + head) * s->dim;

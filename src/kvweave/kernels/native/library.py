@@ -50,13 +50,8 @@ class CompiledLibrary:
             self.rotate = _declare(
                 held.kvw_rotate, [*at, _POINTER, *at, *at, *[_LONG] * 4, _INT], None
             )
-            self.attend_row = _declare(
-                held.kvw_attend_row,
-                [_POINTER, *at, *at, _POINTER, *[_LONG] * 4, _FLOAT, _INT],
-                _INT,
-            )
             fields = ctypes.POINTER(AttentionFields)
-            self.attend_rows = _declare(held.kvw_attend_rows, [fields, _INT], None)
+            self.attend_rows = _declare(held.kvw_attend_rows, [fields, _INT], _INT)
             # of a head, for attend_rows and layers
             self.most_dim: int = _declare(held.kvw_most_dim, [], _LONG)()
             # up to which layers take float32 weights

@@ -4,10 +4,6 @@
  * stays in its lane, and nothing is ever added up across lanes. What a lane computes does not
  * depend on the lanes beside it. */
 
-#define QUERIES 32    /* of one task: lanes */
-#define KEYS 64       /* that are looked at together */
-#define HIDDEN -1e30f /* score of a key that a row does not see */
-
 #if defined(__ARM_NEON)
 /* One load brings four numbers of a, and vectors are multiplied by one lane of it: to fill a
  * register with each number would take a place among the products. Returns how deep it went. */
@@ -142,18 +138,49 @@ static int weigh_scores(
     return moved;
 }
 
-/* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
-static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
-    float turned[MOST_DIM * QUERIES] __attribute__((aligned(64)));  /* queries [dim][lanes] */
-    float weights[KEYS * QUERIES] __attribute__((aligned(64)));     /* [keys][lanes] */
-    float sums[MOST_DIM * QUERIES] __attribute__((aligned(64)));    /* of values [dim][lanes] */
+/* What some lanes found among the keys of a part. */
+typedef struct {
+    float sums[MOST_DIM * QUERIES] __attribute__((aligned(64))); /* of values [dim][lanes] */
+    float top[QUERIES], total[QUERIES];
+} LanesPart;
+
+/* Keys [first, end) for queries `turned` [dim][lanes], of which lane n sees `seen[n]` from the start
+ * on, the last one most. */
+static void attend_lanes_part(
+    const Attention *t, int64_t h, int64_t first, int64_t end, const float *turned,
+    const int64_t *seen, LanesPart *found) {
+    float weights[KEYS * QUERIES] __attribute__((aligned(64))); /* [keys][lanes] */
     float room[KEYS * MOST_DIM] __attribute__((aligned(64))); /* keys that lie in several pieces */
     const Held *held = &t->held;
     const float *head_keys = held->keys + h * held->key_head;
     const float *head_values = held->values + h * held->value_head;
-    float top[QUERIES], total[QUERIES], fade[QUERIES];
-    int64_t seen[QUERIES], dim = t->dim;
+    float fade[QUERIES];
     int32_t left[QUERIES]; /* keys of a block that a lane sees */
+    int64_t dim = t->dim;
+    memset(found->sums, 0, dim * QUERIES * sizeof(float));
+    memset(found->total, 0, sizeof found->total);
+    for (int n = 0; n < QUERIES; n++) found->top[n] = HIDDEN;
+    for (int64_t start = first; start < end; start += KEYS) {
+        int64_t count = MIN(KEYS, end - start);
+        int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
+        for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
+        Strip keys = strip_of(held, head_keys, held->key_row, start, count, dim, room);
+        product(keys.at, keys.row, 1, turned, weights, count, dim, 0);
+        int moved = weigh_scores(
+            weights, count, found->top, found->total, fade, is_edge ? left : NULL);
+        if (moved)
+            for (int64_t i = 0; i < dim; i++)
+                for (int n = 0; n < QUERIES; n++) found->sums[i * QUERIES + n] *= fade[n];
+        Strip values = strip_of(held, head_values, held->value_row, start, count, dim, room);
+        product(values.at, 1, values.row, weights, found->sums, dim, count, 1);
+    }
+}
+
+/* Lanes [first, first + QUERIES) of KV head h: lane n is query head n % group of row n / group. */
+static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
+    float turned[MOST_DIM * QUERIES] __attribute__((aligned(64))); /* queries [dim][lanes] */
+    LanesPart all, more;
+    int64_t seen[QUERIES], dim = t->dim;
     int64_t lanes = MIN(QUERIES, t->rows * t->group - first);
     for (int64_t n = 0; n < QUERIES; n++) {
         int64_t at = first + MIN(n, lanes - 1); /* lanes that are left over repeat the last one */
@@ -161,35 +188,49 @@ static void attend_lanes(const Attention *t, int64_t h, int64_t first) {
         q += (h * t->group + at % t->group) * t->q_head;
         for (int64_t i = 0; i < dim; i++) turned[i * QUERIES + n] = q[i] * t->scale;
         seen[n] = t->positions[at / t->group] + 1;
-        top[n] = HIDDEN;
-        total[n] = 0.0f;
     }
-    memset(sums, 0, dim * QUERIES * sizeof(float));
-    for (int64_t start = 0; start < seen[QUERIES - 1]; start += KEYS) {
-        int64_t count = MIN(KEYS, seen[QUERIES - 1] - start);
-        int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
-        for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
-        Strip keys = strip_of(held, head_keys, held->key_row, start, count, dim, room);
-        product(keys.at, keys.row, 1, turned, weights, count, dim, 0);
-        int moved = weigh_scores(weights, count, top, total, fade, is_edge ? left : NULL);
-        if (moved)
-            for (int64_t i = 0; i < dim; i++)
-                for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= fade[n];
-        Strip values = strip_of(held, head_values, held->value_row, start, count, dim, room);
-        product(values.at, 1, values.row, weights, sums, dim, count, 1);
+    int64_t end = seen[QUERIES - 1];
+    attend_lanes_part(t, h, 0, MIN(PART_KEYS, end), turned, seen, &all);
+    for (int64_t start = PART_KEYS; start < end; start += PART_KEYS) {
+        attend_lanes_part(t, h, start, MIN(start + PART_KEYS, end), turned, seen, &more);
+        join_part(
+            all.top, all.total, all.sums, more.top, more.total, more.sums, dim, QUERIES);
     }
-    for (int n = 0; n < QUERIES; n++) total[n] = 1.0f / total[n];
+    for (int n = 0; n < QUERIES; n++) all.total[n] = 1.0f / all.total[n];
     for (int64_t i = 0; i < dim; i++)
-        for (int n = 0; n < QUERIES; n++) sums[i * QUERIES + n] *= total[n];
+        for (int n = 0; n < QUERIES; n++) all.sums[i * QUERIES + n] *= all.total[n];
     for (int64_t n = 0; n < lanes; n++) {
         int64_t row = (first + n) / t->group, head = h * t->group + (first + n) % t->group;
         float *out = t->out + (row * t->kv_heads * t->group + head) * dim;
-        for (int64_t i = 0; i < dim; i++) out[i] = sums[i * QUERIES + n];
+        for (int64_t i = 0; i < dim; i++) out[i] = all.sums[i * QUERIES + n];
     }
 }
 
-/* Every row over the keys up to its position. dim is at most MOST_DIM (kvw_most_dim). */
-void kvw_attend_rows(const Attention *t, int threads) {
+/* A single row: threads share it part by part. Returns 0, or 1 where there was no memory. */
+static int attend_row(const Attention *t, int threads) {
+    int64_t keys = t->positions[0] + 1, heads = t->kv_heads * t->group;
+    int64_t parts = whole(keys, PART_KEYS) / PART_KEYS, size = PART(t->dim);
+    float *found = malloc(parts * heads * size * sizeof(float));
+    if (found == NULL) return 1;
+    int is_large = threads > 1 && keys * t->kv_heads * t->dim > PARALLEL_VALUES;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (is_large)
+    for (int64_t turn = 0; turn < parts * t->kv_heads; turn++) {
+        int64_t first = turn / t->kv_heads * PART_KEYS, h = turn % t->kv_heads;
+        const float *q = t->q + h * t->group * t->q_head;
+        attend_part(
+            q, &t->held, h, first, MIN(PART_KEYS, keys - first), t->group, t->dim, t->scale,
+            found + turn * t->group * size);
+    }
+    for (int64_t head = 0; head < heads; head++)
+        join_parts(found + head * size, heads * size, parts, t->dim, t->out + head * t->dim);
+    free(found);
+    return 0;
+}
+
+/* Every row over the keys up to its position. dim is at most MOST_DIM (kvw_most_dim), and heads of
+ * queries lie side by side. Returns 0, or 1 where there was no memory. */
+int kvw_attend_rows(const Attention *t, int threads) {
+    if (t->rows == 1) return attend_row(t, threads);
     int64_t tiles = whole(t->rows * t->group, QUERIES) / QUERIES;
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
     for (int64_t turn = 0; turn < tiles * t->kv_heads; turn++) {
@@ -197,6 +238,7 @@ void kvw_attend_rows(const Attention *t, int threads) {
         int64_t tile = tiles - 1 - turn / t->kv_heads;
         attend_lanes(t, turn % t->kv_heads, tile * QUERIES);
     }
+    return 0;
 }
 
 int64_t kvw_most_dim(void) { return MOST_DIM; }

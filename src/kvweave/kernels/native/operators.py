@@ -1,7 +1,8 @@
-"""Operators in C, for float32 on a CPU: attention over keys in position order, RMS norm, the gate
+"""Operators in C, for float32 on a CPU: attention, RMS norm, the gate
 of the MLP, the rotation.
 
-What a row gets does not depend on the rows beside it, nor on the threads, to the last bit. A call
+What a row gets does not depend on the rows beside it, nor on the threads, nor on where
+its keys lie, to the last bit. A call
 takes a few microseconds where PyTorch's operators take that for each of their steps: a decode step
 has hundreds of them.
 
@@ -9,30 +10,13 @@ Shapes: R rows, N keys, H heads, Hq query heads, Hk KV heads, D head dim, E hidd
 dims.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvweave.kernels.native.fields import AttentionFields, HeldFields
 from kvweave.kernels.native.library import CompiledLibrary
-
-
-def attend_row(
-    library: CompiledLibrary, q: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> Tensor:
-    """[1, Hq, D]: one row of queries over all of keys and values [N, Hk, D]."""
-    num_keys, kv_heads, dim = keys.shape
-    if values.shape != keys.shape or q.shape[2] != dim or q.shape[1] % kv_heads or len(q) != 1:
-        raise ValueError(f"{q.shape} is no row over keys of {keys.shape}, values of {values.shape}")
-    q = q.contiguous()
-    out = torch.empty(q.shape)
-    failed = library.attend_row(
-        q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.stride(1), values.data_ptr(),
-        values.stride(0), values.stride(1), out.data_ptr(), num_keys, kv_heads,
-        q.shape[1] // kv_heads, dim, scale, torch.get_num_threads(),
-    )  # fmt: skip
-    if failed:
-        raise MemoryError(f"no memory for attention over {num_keys} keys")
-    return out
 
 
 def attend_rows(
@@ -42,26 +26,41 @@ def attend_rows(
     keys: Tensor,
     values: Tensor,
     scale: float,
+    pieces: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
-    """[R, Hq, D]: rows at `positions` [R], ascending, each over the keys up to its own."""
+    """[R, Hq, D]: rows at `positions` [R], ascending, each over the keys up to its own.
+
+    `pieces`: runs [start, end) of keys and values [N, Hk, D] in position order; None: all of them.
+    """
     num_keys, kv_heads, dim = keys.shape
     num_rows, num_heads = q.shape[:2]
     last = int(positions[-1])
     if values.shape != keys.shape or q.shape[2] != dim or num_heads % kv_heads:
         raise ValueError(f"{q.shape} are no rows over keys of {keys.shape}, {values.shape}")
+    if pieces is not None:
+        if not all(0 <= start <= end <= num_keys for start, end in pieces):
+            raise ValueError(f"pieces {pieces} are not in {num_keys} slots")
+        num_keys = sum(end - start for start, end in pieces)
     if positions.shape != (num_rows,) or not 0 <= int(positions[0]) <= last < num_keys:
         raise ValueError(f"{num_rows} rows up to position {last} do not fit {num_keys} keys")
+    if q.stride(1) != dim or q.stride(2) != 1:
+        q = q.contiguous()
     positions = positions.to(torch.int64).contiguous()
     out = torch.empty(q.shape)
+    at, count = 0, 0
+    if pieces is not None:  # slots and how many, in memory that lives until the call is over
+        slots = torch.tensor([(start, end - start) for start, end in pieces])
+        at, count = slots.data_ptr(), len(pieces)
     held = HeldFields(
         keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), None, 0,
+        values.stride(1), at, count,
     )  # fmt: skip
     fields = AttentionFields(
         q.data_ptr(), q.stride(0), q.stride(1), positions.data_ptr(), held, out.data_ptr(),
         num_rows, kv_heads, num_heads // kv_heads, dim, scale,
     )  # fmt: skip
-    library.attend_rows(fields, torch.get_num_threads())
+    if library.attend_rows(fields, torch.get_num_threads()):
+        raise MemoryError(f"no memory for attention over {num_keys} keys")
     return out
 
 

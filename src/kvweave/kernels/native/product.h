@@ -57,7 +57,7 @@ INLINE Code cut(float value, float offset) {
 
 /* One row in integers; returns its scale. A row with a value that is no number, or infinite, has a
  * scale that is neither, whatever its integers are. */
-static float round_row(const Product *p, const float *restrict x, Code *restrict codes) {
+static __attribute__((noinline)) float round_row(const Product *p, const float *restrict x, Code *restrict codes) {
     int64_t dims = p->in_dim, columns = p->columns;
     const float *restrict share = p->share, *restrict offset = p->offset;
     const int32_t *restrict more = p->more;
@@ -91,7 +91,7 @@ typedef struct {
 } Target;
 
 /* Sums of one row and one panel as numbers, where they belong. */
-INLINE void write_row(
+static __attribute__((noinline)) void write_row(
     const Product *p, int64_t first, const int32_t *sums, float row_scale, float *y, int add) {
     float done[PANEL];
     int64_t count = MIN(PANEL, p->out_dim - first);
