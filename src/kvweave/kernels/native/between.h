@@ -58,9 +58,14 @@ INLINE float dot_floats(const float *a, const float *b, int64_t count) {
         even += load_vec(a + i) * load_vec(b + i);
         odd += load_vec(a + i + WIDTH) * load_vec(b + i + WIDTH);
     }
-    float sum = sum_lanes(even + odd);
-    for (; i < count; i++) sum += a[i] * b[i];
-    return sum;
+    for (; i < count; i += WIDTH) { /* never number by number: products would be rounded */
+        int64_t bytes = MIN(WIDTH, count - i) * (int64_t)sizeof(float);
+        Vec of_a = {0}, of_b = {0};
+        memcpy(&of_a, a + i, bytes);
+        memcpy(&of_b, b + i, bytes);
+        even += of_a * of_b;
+    }
+    return sum_lanes(even + odd);
 }
 
 /* e^x of x up to 87, to about 2 units in the last place; below -87 it stays. nan is nan. */

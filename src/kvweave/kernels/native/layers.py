@@ -2,7 +2,8 @@
 
 The twin of what decoder.py does with products, norms, rotation and attention one by one, for
 float32 on a CPU. A layer is done here where all its products can be: rounded ones, and
-float32 ones for few rows; libraries are faster for many.
+float32 ones for few rows; libraries are faster for many. But a model with rounded weights is done
+here throughout, so that a row gets the same whatever is computed beside it, to the last bit.
 
 Shapes: R rows, E hidden dim, L layers, S slots, Hq query heads, Hk KV heads, D head dim.
 """
@@ -126,6 +127,8 @@ class CompiledLayers:
         self._layers = layers
         self._sizes = sizes
         self._shape = ShapeFields(*sizes, sizes.dim**-0.5)
+        products = [each for layer in layers for each in _products(layer)]
+        self._is_rounded = any(isinstance(each, NativeProduct) for each in products)
         # for few rows and for many: the layers, and which can be done here
         self._tables: dict[bool, tuple[ctypes.Array[LayerFields], list[bool]]] = {}
 
@@ -201,7 +204,7 @@ class CompiledLayers:
         return ctypes.addressof(table) + layer * ctypes.sizeof(LayerFields)
 
     def _table(self, num_rows: int) -> tuple["ctypes.Array[LayerFields]", list[bool]]:
-        few = num_rows <= self.library.few_rows
+        few = self._is_rounded or num_rows <= self.library.few_rows
         found = self._tables.get(few)
         if found is None:
             table, fits = (LayerFields * len(self._layers))(), []
