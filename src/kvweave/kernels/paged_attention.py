@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvweave.kernels.attention import attend, compiled_for, kernels_fit
-from kvweave.kernels.native.attention import attend_rows
+from kvweave.kernels.native.operators import attend_rows
 from kvweave.kernels.types import PagedSegment, Segment
 
 GATHER_ROWS = 8  # rows of one sequence from which on a gather of its keys is cheaper

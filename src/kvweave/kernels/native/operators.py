@@ -1,10 +1,8 @@
-"""Operators in C, for float32 on a CPU: attention, RMS norm, the gate
-of the MLP, the rotation.
+"""Operators in C, for float32 on a CPU: attention, RMS norm, the gate of the MLP, the rotation.
 
-What a row gets does not depend on the rows beside it, nor on the threads, nor on where
-its keys lie, to the last bit. A call
-takes a few microseconds where PyTorch's operators take that for each of their steps: a decode step
-has hundreds of them.
+What a row gets does not depend on the rows beside it, nor on the threads, nor on where its keys
+lie, to the last bit. A call takes a few microseconds where PyTorch's operators take that for each
+of their steps: a decode step has hundreds of them.
 
 Shapes: R rows, N keys, H heads, Hq query heads, Hk KV heads, D head dim, E hidden dim, I inner
 dims.
