@@ -36,7 +36,7 @@ def prompt(*chunks: str, question: str = "q", salt: bytes = b"") -> RoutedPrompt
 def ask(fleet: Fleet, asked: RoutedPrompt) -> ReplicaLease:
     """A request that is over at once."""
     lease = fleet.lease(asked)
-    lease.succeeded()
+    lease.record_success()
     lease.give_back()
     return lease
 
@@ -142,13 +142,13 @@ def test_a_closed_fleet_takes_nothing() -> None:
 def test_a_probe_that_tells_nothing_leaves_the_next_one_to_another(status: int | None) -> None:
     fleet = make_fleet(1, breaker_failures=1, breaker_rest_s=0.0)
     lease = fleet.lease(prompt("a"))
-    lease.failed(UpstreamFailed("broken", 500))
+    lease.record_failure(UpstreamFailed("broken", 500))
     lease.give_back()
     probe = fleet.lease(prompt("a"))
     with pytest.raises(UpstreamError, match="resting"):
         fleet.lease(prompt("a"))
     if status is not None:  # else its client left
-        probe.failed(UpstreamFailed("busy", status))
+        probe.record_failure(UpstreamFailed("busy", status))
     probe.give_back()
     ask(fleet, prompt("a"))
     assert not fleet.replicas[0].breaker.is_open

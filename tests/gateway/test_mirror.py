@@ -10,7 +10,7 @@ def part(name: str, num_tokens: int = 10, is_chunk: bool = True) -> PromptPart:
 
 
 def send(mirror: Mirror, *parts: PromptPart, root: bytes = ROOT) -> None:
-    mirror.sent(path_keys(root, parts), parts)
+    mirror.record(path_keys(root, parts), parts)
 
 
 def match(mirror: Mirror, *parts: PromptPart, root: bytes = ROOT) -> tuple[int, int]:

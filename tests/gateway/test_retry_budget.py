@@ -8,7 +8,7 @@ def test_the_reserve_goes_first_and_requests_bring_more() -> None:
     budget = RetryBudget(0.25, 2, clock=lambda: now[0])
     assert [budget.take() for _ in range(3)] == [True, True, False]
     for _ in range(4):
-        budget.asked()
+        budget.count_request()
     assert [budget.take(), budget.take()] == [True, False]
 
 

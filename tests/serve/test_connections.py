@@ -145,7 +145,7 @@ def test_a_head_that_is_too_large_is_refused_when_it_comes_in_one_read_too(
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from kvweave.serve.access.connections import guarded
+    from kvweave.serve.access.connections import guard_connections
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """Answer nothing."""
@@ -170,7 +170,9 @@ def test_a_head_that_is_too_large_is_refused_when_it_comes_in_one_read_too(
     async def run() -> Wire:
         config = Config(app, lifespan="off")
         config.load()
-        protocol = guarded(8, 30.0)(config=config, server_state=ServerState(), app_state={})
+        protocol = guard_connections(8, 30.0)(
+            config=config, server_state=ServerState(), app_state={}
+        )
         wire = Wire()
         protocol.connection_made(wire)
         protocol.data_received(before + head)

@@ -84,7 +84,7 @@ class RoutedAnswer:
 
     def _make(self) -> Generator[Piece, None, None]:
         fleet, most = self._fleet, self._fleet.cfg.retries
-        fleet.budget.asked()
+        fleet.budget.count_request()
         guess = self._guess
         if guess is not None:
             guess.wait()  # `abort` ends it
@@ -102,7 +102,7 @@ class RoutedAnswer:
             except UpstreamFailed as failure:
                 if self._is_aborted:
                     return
-                lease.failed(failure)
+                lease.record_failure(failure)
                 if attempt.has_begun and not self._is_whole:
                     raise UpstreamError(f"{failure}; ask again") from failure
                 if len(tried) > most or not fleet.budget.take():
@@ -136,11 +136,11 @@ class RoutedAnswer:
                     hear(attempt.lease)
                 yield piece
         except UpstreamRefusal:
-            attempt.lease.succeeded()  # it is well, and said no
+            attempt.lease.record_success()  # it is well, and said no
             raise
         finally:
             exchange.close()
-        attempt.lease.succeeded()
+        attempt.lease.record_success()
         self.answer = attempt.answer()
 
 
@@ -195,8 +195,8 @@ class _Attempt:
         return Answer(
             text="".join(piece.text for piece in self._given),
             finish_reason=CALLED if calls and reason == "stop" else reason,
-            prompt_tokens=_known(end.prompt_tokens, prompt.num_tokens),
-            completion_tokens=_known(end.completion_tokens, len(self._given)),
+            prompt_tokens=_prefer(end.prompt_tokens, prompt.num_tokens),
+            completion_tokens=_prefer(end.completion_tokens, len(self._given)),
             ttft_ms=((self._first_s or now_s) - notes.called_s) * 1e3,
             total_ms=(now_s - notes.called_s) * 1e3,
             logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
@@ -209,8 +209,8 @@ class _Attempt:
         )
 
 
-def _known(told: int | None, guessed: int) -> int:
-    return guessed if told is None else told
+def _prefer(told: int | None, guess: int) -> int:
+    return guess if told is None else told
 
 
 def _last_word(failure: UpstreamFailed, num_tried: int, most: int) -> Exception:

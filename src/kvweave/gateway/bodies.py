@@ -24,7 +24,7 @@ class UpstreamRequest:
     tool_use: ToolUse | None = None  # what the model may call; in chats alone
 
     def prefill_only(self) -> "UpstreamRequest":
-        """The same, for one token: its prompt is computed, and no more."""
+        """Return this request for one token: its prompt is computed, and no more."""
         return replace(self, sampling=replace(self.sampling, max_tokens=1, logprobs=None))
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from kvweave.gateway.connections import Connections, UpstreamFailed, refused
+from kvweave.gateway.connections import Connections, UpstreamFailed, failure_of
 
 PROBE_S = 30.0  # one token of an engine that may be busy
 
@@ -58,7 +58,7 @@ def read_card(
     """Ask an upstream what it is. Raises UpstreamFailed."""
     status, listed = connections.get("/v1/models", timeout_s)
     if status >= 400:
-        raise refused(connections.url, status, listed)
+        raise failure_of(connections.url, status, listed)
     try:
         found = [(str(each["id"]), each) for each in listed["data"] if _answers(each)]
         model, first = found[0]
@@ -112,7 +112,7 @@ def _answers_probe(connections: Connections, model: str) -> bool:
     }
     status, reply = connections.post("/v1/completions", probe, PROBE_S)
     if status == 429 or status >= 500:
-        raise refused(connections.url, status, reply)
+        raise failure_of(connections.url, status, reply)
     params = reply.get("kv_transfer_params") if isinstance(reply, Mapping) else None
     told = params.get("kvweave") if isinstance(params, Mapping) else None
     return status == 200 and isinstance(told, Mapping) and "way" in told

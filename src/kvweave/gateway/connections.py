@@ -71,7 +71,7 @@ class Connections:
         return self._whole(self.exchange("GET", path), silence_s)
 
     def post(self, path: str, document: Mapping[str, Any], silence_s: float) -> tuple[int, Any]:
-        """As `get`."""
+        """Send a document; status and JSON of the reply. Raises UpstreamFailed."""
         return self._whole(self.exchange("POST", path, document), silence_s)
 
     def _whole(self, exchange: "Exchange", silence_s: float) -> tuple[int, Any]:
@@ -144,13 +144,13 @@ class Exchange:
         except _STALE as error:
             reason = error
         except (OSError, BadReply) as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
         if self._is_cut:
-            raise self._failed(reason) from reason
+            raise self._failure(reason) from reason
         try:  # an idle connection that was closed at the other end says nothing about the upstream
             return self._begin(silence_s, fresh=True)
         except (OSError, BadReply) as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
     def read(self) -> bytes:
         """The whole body. Raises UpstreamFailed."""
@@ -165,7 +165,7 @@ class Exchange:
             for line in lines:
                 yield line.rstrip(b"\r")
             if len(rest) > LARGEST_LINE:
-                raise self._failed(OSError(f"it sent a line of more than {LARGEST_LINE} bytes"))
+                raise self._failure(OSError(f"it sent a line of more than {LARGEST_LINE} bytes"))
         if rest:
             yield rest
 
@@ -233,9 +233,9 @@ class Exchange:
                     raise OSError(f"its reply is larger than {most_bytes} bytes")
                 yield block
         except (OSError, BadReply) as error:
-            raise self._failed(error) from error
+            raise self._failure(error) from error
 
-    def _failed(self, error: Exception) -> UpstreamFailed:
+    def _failure(self, error: Exception) -> UpstreamFailed:
         if self._is_cut:
             return UpstreamFailed(f"{self._owner.url}: the request was cut off")
         if isinstance(error, TimeoutError):
@@ -245,7 +245,7 @@ class Exchange:
 
 
 def _host_header(name: str, port: int | None) -> str:
-    """As the upstream is called in its address."""
+    """Name the upstream as its address does."""
     if not name.isascii():
         name = name.encode("idna").decode("ascii")
     return (f"[{name}]" if ":" in name else name) + ("" if port is None else f":{port}")
@@ -275,7 +275,7 @@ def error_of(document: Any) -> ToldError | None:
     )
 
 
-def refused(upstream: str, status: int, document: Any) -> UpstreamFailed:
+def failure_of(upstream: str, status: int, document: Any) -> UpstreamFailed:
     """A reply with an error status, as a failure of this upstream."""
     told = error_of(document) or ToldError(f"it answered with status {status}")
     words = f"{upstream}: {told.message}"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from kvweave.config import GatewaySettings
 from kvweave.errors import UpstreamError
 from kvweave.gateway.cards import UpstreamCard, read_card
-from kvweave.gateway.connections import Exchange, UpstreamFailed, refused
+from kvweave.gateway.connections import Exchange, UpstreamFailed, failure_of
 from kvweave.gateway.mirror import MirrorMatch, PromptPart, path_keys
 from kvweave.gateway.replica import Replica, ReplicaHealth, read_key, read_upstreams
 from kvweave.gateway.retry_budget import RetryBudget
@@ -80,14 +80,14 @@ class ReplicaLease:
 
     def first_token(self) -> None:
         """Its prompt is computed."""
-        self._fleet.prefilled(self)
+        self._fleet.end_prefill(self)
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._is_told = True
         self.replica.breaker.record_success()
         self._fleet.count("answered", self.replica)
 
-    def failed(self, failure: UpstreamFailed) -> None:
+    def record_failure(self, failure: UpstreamFailed) -> None:
         """It did not answer. A replica that is busy or stopping is not broken."""
         if failure.status not in (429, 503):
             self._is_told = True
@@ -96,15 +96,15 @@ class ReplicaLease:
 
     def give_back(self, exchange: Exchange | None = None) -> None:
         """Harmless the second time."""
-        self._fleet.returned(self, exchange)
+        self._fleet.take_back(self, exchange)
 
     def end_prefill(self) -> bool:
-        """Whether it had not ended before. The fleet's lock is held."""
+        """Whether the prefill had not ended before. The fleet's lock is held."""
         was, self._is_prefilling = self._is_prefilling, False
         return was
 
     def end(self) -> bool:
-        """Likewise, of the lease."""
+        """Whether the lease had not ended before. The fleet's lock is held."""
         was, self._is_back = self._is_back, True
         if not was and not self._is_told:
             # or a replica whose probe was cut would rest for ever
@@ -145,13 +145,13 @@ class Fleet:
             while True:
                 if self._closed:
                     raise UpstreamError("the gateway is stopping; ask another one")
-                for replica, match in self._ranked(prompt, paths, tried, first):
+                for replica, match in self._rank(prompt, paths, tried, first):
                     if replica.breaker.allows():
                         replica.load += 1
                         replica.prefills += 1
                         to_compute = prompt.num_tokens - round(_worth(replica, match))
                         replica.backlog += to_compute
-                        replica.mirror.sent(paths, prompt.parts)
+                        replica.mirror.record(paths, prompt.parts)
                         self._count_routed(replica, prompt, match)
                         return ReplicaLease(self, replica, match, to_compute)
                 left_s = give_up_s - time.monotonic()
@@ -189,20 +189,20 @@ class Fleet:
         with self._changed:
             replica.exchanges.add(exchange)
 
-    def prefilled(self, lease: ReplicaLease) -> None:
+    def end_prefill(self, lease: ReplicaLease) -> None:
         with self._changed:
-            self._prefilled(lease)
+            self._end_prefill(lease)
 
-    def returned(self, lease: ReplicaLease, exchange: Exchange | None) -> None:
+    def take_back(self, lease: ReplicaLease, exchange: Exchange | None) -> None:
         with self._changed:
             if exchange is not None:
                 lease.replica.exchanges.discard(exchange)
             if lease.end():
                 lease.replica.load -= 1
-                self._prefilled(lease)
+                self._end_prefill(lease)
                 self._changed.notify_all()
 
-    def _prefilled(self, lease: ReplicaLease) -> None:
+    def _end_prefill(self, lease: ReplicaLease) -> None:
         if lease.end_prefill():
             lease.replica.prefills -= 1
             lease.replica.backlog -= lease.to_compute
@@ -225,7 +225,7 @@ class Fleet:
             status, told = replica.connections.get(card.health_path, self.cfg.health_s)
             seen = ReplicaHealth.UP
             if status >= 400:
-                seen, why = ReplicaHealth.DRAINING, str(refused(replica.name, status, told))
+                seen, why = ReplicaHealth.DRAINING, str(failure_of(replica.name, status, told))
         except UpstreamFailed as failure:
             seen, why = ReplicaHealth.DOWN, str(failure)
         self._saw(replica, card, seen, why)
@@ -235,7 +235,7 @@ class Fleet:
         return any(replica.health is ReplicaHealth.UNKNOWN for replica in self._replicas)
 
     def card(self) -> UpstreamCard | None:
-        """Of the first replica that was seen and is not down; None: none is."""
+        """The card of the first replica that was seen and is not down; None: none is."""
         with self._changed:
             return next((r.card for r in self._replicas if r.card is not None), None)
 
@@ -288,7 +288,7 @@ class Fleet:
 
     # ── choosing; the lock is held ───────────────────────────────────────────
 
-    def _ranked(
+    def _rank(
         self,
         prompt: RoutedPrompt,
         paths: Sequence[bytes],
@@ -316,8 +316,8 @@ class Fleet:
     def _by_content(
         self, prompt: RoutedPrompt, matches: dict[Replica, MirrorMatch]
     ) -> list[Replica]:
-        """Those within the bounded load first; among them who is through soonest; of those who
-        are about as soon, who holds most; then the hash."""
+        """Replicas within the bounded load first; of these the soonest; of those about as soon the
+        one that holds most; then by the hash."""
         mean = (sum(replica.load for replica in matches) + 1) / len(matches)
         most = math.ceil(self.cfg.load_factor * mean)
         worth = {replica: _worth(replica, match) for replica, match in matches.items()}

@@ -153,7 +153,7 @@ class Gateway:
         built_in: Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> Sampling:
-        return self._upstreams.of(model).sampling.sampling(asked, built_in)
+        return self._upstreams.for_model(model).sampling.sampling(asked, built_in)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
@@ -163,7 +163,7 @@ class Gateway:
     def stream(self, question: str, **options: Any) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
-        return self._answerers.of(asked.model).answer(asked, called_s)
+        return self._answerers.for_model(asked.model).answer(asked, called_s)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
@@ -172,7 +172,7 @@ class Gateway:
         if not messages:
             raise RequestError("messages is empty; send at least one")
         plain = PlainOptions.from_chat(options)
-        name = self._upstreams.of(options.get("model")).model
+        name = self._upstreams.for_model(options.get("model")).model
         tools = () if plain.tool_use is None else plain.tool_use.tools
         return self._plain(chat_messages(messages, plain.tenant.encode(), name, tools), plain)
 
@@ -188,7 +188,7 @@ class Gateway:
     ) -> RoutedAnswer:
         if transfer is not None:
             raise RequestError("'kv_transfer_params' are for engines; this is a gateway")
-        made = plain_text(prompt, tenant.encode(), self._upstreams.of(model).model)
+        made = plain_text(prompt, tenant.encode(), self._upstreams.for_model(model).model)
         return self._plain(made, PlainOptions(sampling, reuse, tenant))
 
     def _plain(self, prompt: UpstreamPrompt, options: PlainOptions) -> RoutedAnswer:
@@ -209,7 +209,7 @@ class Gateway:
         open_embedder: OpenEmbedder | None = None,
         promotion: int = PROMOTION,
     ) -> RoutedLibrary:
-        """The same upstreams over a knowledge base, made if it is not there. `options` and
+        """Open a knowledge base over these upstreams, made if it is not there. `options` and
         `promotion` are about chunk KV, which upstreams make."""
         stored = read_settings(folder)
         name = stored.embedder if stored else new_embedder

@@ -79,11 +79,11 @@ class PrefillGuess:
             for _ in ReplyReader(exchange, lease.replica.name):
                 lease.first_token()
             self._is_computed.set()
-            lease.succeeded()
+            lease.record_success()
         except UpstreamFailed as failure:
             self._has_failed = True
             if not exchange.is_cut:
-                lease.failed(failure)
+                lease.record_failure(failure)
         except KVWeaveError:  # it was refused; the answer's own request will say so
             self._has_failed = True
         finally:

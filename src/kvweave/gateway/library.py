@@ -52,7 +52,7 @@ class RoutedLibrary:
     def stream(self, question: str, **options: Any) -> PieceStream:
         called_s = time.perf_counter()
         asked = Question(question, **options)
-        return self._answerers.of(asked.model).answer(asked, called_s)
+        return self._answerers.for_model(asked.model).answer(asked, called_s)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None

@@ -70,7 +70,7 @@ class Mirror:
     def has(self, path: bytes) -> bool:
         return path in self._paths
 
-    def sent(self, paths: Sequence[bytes], parts: Sequence[PromptPart]) -> None:
+    def record(self, paths: Sequence[bytes], parts: Sequence[PromptPart]) -> None:
         """A prompt goes there: from now on it holds it."""
         # the last part first: it is then the first to be forgotten, as leaves of a cache are
         for path, part in zip(reversed(paths), reversed(parts), strict=True):
@@ -112,7 +112,7 @@ class Mirror:
 
     @property
     def num_tokens(self) -> int:
-        """Of all paths in the books."""
+        """Tokens of all paths in the books."""
         return self._paths.num_tokens
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from kvweave.app.answer.answer_stream import Piece, TokenLogprob
 from kvweave.errors import UpstreamRefusal
-from kvweave.gateway.connections import Exchange, ToldError, UpstreamFailed, error_of, refused
+from kvweave.gateway.connections import Exchange, ToldError, UpstreamFailed, error_of, failure_of
 from kvweave.text.tool_calls import ToolCall
 
 DATA, DONE = b"data:", b"[DONE]"
@@ -43,11 +43,11 @@ class ReplyReader:
                 is_done = True
                 break
             if "error" in event:
-                raise self._failed(event["error"])
+                raise self._failure(event["error"])
             try:
                 pieces = list(self._pieces(event))
             except (AttributeError, LookupError, TypeError, ValueError) as error:
-                raise self._malformed("an event of another shape than OpenAI's") from error
+                raise self._bad_event("an event of another shape than OpenAI's") from error
             if event.get("choices"):
                 self._exchange.break_silence()  # comments do not, nor events about nothing
             yield from pieces
@@ -69,7 +69,7 @@ class ReplyReader:
             except (ValueError, RecursionError):
                 event = None
             if not isinstance(event, dict):
-                raise self._malformed("an event that is no JSON object")
+                raise self._bad_event("an event that is no JSON object")
             yield event
 
     def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
@@ -111,10 +111,10 @@ class ReplyReader:
             known.arguments + str(function.get("arguments") or ""),
         )
 
-    def _malformed(self, what: str) -> UpstreamFailed:
+    def _bad_event(self, what: str) -> UpstreamFailed:
         return UpstreamFailed(f"{self._upstream} sent {what}", MALFORMED)
 
-    def _failed(self, error: Any) -> Exception:
+    def _failure(self, error: Any) -> Exception:
         words = error.get("message", error) if isinstance(error, Mapping) else error
         return UpstreamFailed(f"{self._upstream} failed: {words}")
 
@@ -127,7 +127,7 @@ def check_status(exchange: Exchange, status: int, upstream: str) -> None:
         document = json.loads(exchange.read())
     except (ValueError, RecursionError):
         document = None
-    failure = refused(upstream, status, document)
+    failure = failure_of(upstream, status, document)
     if status in PASSING or status in (401, 403):  # of the gateway, not of this request
         raise failure
     told = error_of(document) or ToldError(str(failure))
@@ -144,7 +144,7 @@ def _as_pieces(text: str, seen: Sequence[TokenLogprob]) -> Iterator[Piece]:
 
 
 def _logprobs(found: Any) -> list[TokenLogprob]:
-    """Of chat completions (`content`) or of plain ones (four lists)."""
+    """Read logprobs of chat completions (`content`) or of plain ones (four lists)."""
     if not isinstance(found, dict):
         return []
     if isinstance(content := found.get("content"), list):

@@ -25,7 +25,7 @@ class RetryBudget:
         self._left = float(reserve)
         self._seen_s = clock()
 
-    def asked(self) -> None:
+    def count_request(self) -> None:
         """A request came."""
         with self._lock:
             self._left = min(self._reserve, self._left + self._share)

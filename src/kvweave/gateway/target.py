@@ -68,9 +68,9 @@ class Upstreams:
     max_context: int | None
     remotes: Sequence[TierConfig] = ()  # tiers that upstreams share: what is removed goes there too
 
-    def of(self, model: str | None) -> "Upstreams":
-        """The same for another model. Its tokenizer is not here, so that prompts go as text. Raises
-        RequestError where no upstream has it."""
+    def for_model(self, model: str | None) -> "Upstreams":
+        """Return these for another model, whose prompts go as text: its tokenizer is not here.
+        Raises RequestError where no upstream has it."""
         if model is None or model == self.model:
             return self
         known = self.fleet.models()
@@ -199,7 +199,7 @@ class FleetTarget:
         return self._kb is not None and chunk_id not in self._kb.catalogue.existing([chunk_id])
 
     def _texts_of(self, kb: KnowledgeBase, talk: Talk) -> dict[ChunkIds, str]:
-        """Of the chunks of a history, where prompts are text."""
+        """Texts of the chunks of a history, where prompts are text."""
         if not self._up.prompts.needs_texts:
             return {}
         said = {chunk: make_chunk_id(chunk) for each in talk.messages for chunk in each.chunks}
@@ -226,9 +226,10 @@ class FleetAnswerers:
         self._lock = threading.Lock()
         self._made: dict[str, Answerer[UpstreamPrompt, UpstreamRequest]] = {}
 
-    def of(self, model: str | None) -> Answerer[UpstreamPrompt, UpstreamRequest]:
-        """None: the usual one. Raises RequestError where no upstream has the model."""
-        upstreams = self._up.of(model)
+    def for_model(self, model: str | None) -> Answerer[UpstreamPrompt, UpstreamRequest]:
+        """The answerer of a model, None: of the usual one. Raises RequestError where no upstream
+        has it."""
+        upstreams = self._up.for_model(model)
         with self._lock:
             if upstreams.model not in self._made:
                 target = FleetTarget(upstreams, self._settings, self._kb)
@@ -237,4 +238,4 @@ class FleetAnswerers:
 
     def check_reuse(self, reuse: str | None, model: str | None) -> None:
         """Raise ConfigError for a strategy that no upstream has for a model."""
-        FleetTarget(self._up.of(model), self._settings).check_reuse(reuse)
+        FleetTarget(self._up.for_model(model), self._settings).check_reuse(reuse)

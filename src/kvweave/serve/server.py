@@ -25,7 +25,7 @@ import uvicorn
 from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.errors import EngineClosed
-from kvweave.serve.access.connections import guarded
+from kvweave.serve.access.connections import guard_connections
 from kvweave.serve.access.limits import Limits
 from kvweave.serve.access.origins import AccessRules
 from kvweave.serve.http import build_http
@@ -92,7 +92,7 @@ class Server(uvicorn.Server):
         ]
         config = uvicorn.Config(
             build_http(self._context, access),
-            http=guarded(limits.connections, limits.header_s),
+            http=guard_connections(limits.connections, limits.header_s),
             log_config=None,  # ours, see observe/logs.py
             access_log=False,
             timeout_graceful_shutdown=round(self._life.patience_s) + LAST_WORDS_S,

@@ -36,11 +36,11 @@ class Clock:
 def test_answers_count_in_the_step_they_end_in_and_tokens_as_they_come() -> None:
     clock = Clock()
     series = TenantSeries(clock)
-    series.token("acme")
+    series.record_token("acme")
     clock.s += STEP_S
-    series.token("acme")
-    series.token("acme")
-    series.answered("acme", FUSED)
+    series.record_token("acme")
+    series.record_token("acme")
+    series.record_answer("acme", FUSED)
     told = series.series("acme")
     assert (told.step_s, len(told.answers)) == (STEP_S, STEPS)
     assert told.t0 == (int(clock.s // STEP_S) - STEPS + 1) * STEP_S
@@ -59,16 +59,16 @@ def test_answers_count_in_the_step_they_end_in_and_tokens_as_they_come() -> None
 
 def test_a_prompt_of_which_nothing_is_known_was_computed() -> None:
     series = TenantSeries(Clock())
-    series.answered("", PLAIN)
+    series.record_answer("", PLAIN)
     assert series.totals("").tokens["computed"] == 5
     assert series.series("").hit_rate[-1] == 0.0
 
 
 def test_tenants_are_apart_and_there_is_a_bound() -> None:
     series = TenantSeries(Clock())
-    series.answered("acme", FUSED)
+    series.record_answer("acme", FUSED)
     assert series.totals("other").answers == 0
     assert sum(series.series("other").answers) == 0
     for number in range(MOST_TENANTS):
-        series.token(f"t{number}")
+        series.record_token(f"t{number}")
     assert series.totals("acme").answers == 0, "whose last answer is oldest is forgotten"

@@ -62,7 +62,7 @@ def test_nothing_is_lost_between_threads() -> None:
 
         worker = threading.Thread(target=write)
         worker.start()
-        await mailbox.opened()
+        await mailbox.wait_until_open()
         text = ""
         while pieces := await mailbox.take():
             text += "".join(piece.text for piece in pieces)
@@ -78,7 +78,7 @@ def test_a_failure_comes_behind_what_was_made_before_it() -> None:
         mailbox.open()
         mailbox.put(Piece("a"))
         mailbox.fail(RuntimeError("broken"))
-        await mailbox.opened()
+        await mailbox.wait_until_open()
         assert await mailbox.take() == [Piece("a")]
         with pytest.raises(RuntimeError, match="broken"):
             await mailbox.take()
@@ -93,6 +93,6 @@ def test_a_failure_before_the_start_is_raised_at_once() -> None:
         mailbox = Mailbox()
         threading.Timer(0.01, mailbox.fail, [RuntimeError("early")]).start()
         with pytest.raises(RuntimeError, match="early"):
-            await mailbox.opened()
+            await mailbox.wait_until_open()
 
     asyncio.run(read())

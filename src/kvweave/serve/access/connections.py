@@ -158,6 +158,6 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def guarded(most: int, header_s: float) -> Any:
+def guard_connections(most: int, header_s: float) -> Any:
     """For uvicorn, which makes one for each connection."""
     return functools.partial(GuardedProtocol, most=most, header_s=header_s)

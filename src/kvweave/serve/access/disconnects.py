@@ -25,7 +25,7 @@ def while_connected(receive: Receive) -> Iterator[None]:
             is_gone = True
             task.cancel()
 
-    leaving = asyncio.create_task(_disconnected(receive))
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
     leaving.add_done_callback(leave)
     try:
         yield
@@ -39,6 +39,6 @@ def while_connected(receive: Receive) -> Iterator[None]:
         leaving.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -92,7 +92,7 @@ PATH = re.compile(r"(?<![\w/.:~])~?/(?:[^\s/:,;'\"()]+/)*([^\s/:,;'\"()]+)")
 
 
 def without_paths(text: str) -> str:
-    """Of absolute paths the last part: where things lie is no business of the client's."""
+    """Cut absolute paths to their last part: where things lie is no business of the client's."""
     return PATH.sub(r"\1", text)
 
 
@@ -207,10 +207,10 @@ def _line(fault: Mapping[str, Any]) -> str:
     if kind == "missing":
         return f"'{place}' is missing"
     wants = fault["msg"].removeprefix("Input ").replace("should be", "must be")
-    return f"'{place}' {wants}, got {quoted(fault['input'])}"
+    return f"'{place}' {wants}, got {quote(fault['input'])}"
 
 
-def quoted(value: object) -> str:
+def quote(value: object) -> str:
     """What a caller sent, as far as a line has room for it."""
     text = QUOTE.repr(value)
     return text if len(text) <= LONGEST_QUOTE else text[:LONGEST_QUOTE] + "…"

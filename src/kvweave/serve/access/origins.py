@@ -79,13 +79,13 @@ class OriginCheck:
             await self._app(scope, receive, send)
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        refused = self._refused(scope["method"], headers)
+        refused = self._refusal(scope["method"], headers)
         if refused is not None:
             await error_response(refused)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _refused(self, method: str, headers: Mapping[bytes, str]) -> ApiError | None:
+    def _refusal(self, method: str, headers: Mapping[bytes, str]) -> ApiError | None:
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         checks_host = not self._has_keys or bool(self._rules.hosts)
         if checks_host and not self._rules.knows_host(host):

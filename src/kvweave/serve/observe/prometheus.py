@@ -69,14 +69,14 @@ class ServerMetrics:
 
     # ── AnswerMeter, for the answer pool ─────────────────────────────────────
 
-    def began(self, queue_s: float) -> None:
+    def record_start(self, queue_s: float) -> None:
         self._queue.observe(queue_s)
 
-    def token(self, since_last_s: float | None) -> None:
+    def record_token(self, since_last_s: float | None) -> None:
         if since_last_s is not None:
             self._between.observe(since_last_s)
 
-    def ended(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
+    def record_end(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
         self._answers.labels(outcome).inc()
         if answer is None:
             return
@@ -97,7 +97,7 @@ class ServerMetrics:
         if answer.decision is not None and answer.decision.plan.ordered_by != "given":
             self._ordered.labels(answer.decision.plan.ordered_by).inc()
         if answer.upstream is not None:
-            self._routed(answer, answer.upstream)
+            self._record_upstream(answer, answer.upstream)
             return
         if record is None:
             self._strategies.labels("full").inc()
@@ -112,8 +112,8 @@ class ServerMetrics:
             if chunk.why is not None:
                 self._degraded.labels(chunk.why).inc()
 
-    def _routed(self, answer: Answer, note: UpstreamNote) -> None:
-        """Of an answer that came through a gateway: what its upstream says."""
+    def _record_upstream(self, answer: Answer, note: UpstreamNote) -> None:
+        """Count what the upstream says of an answer that came through a gateway."""
         told = note.told
         self._strategies.labels(str(told.get("strategy") or told.get("way") or "upstream")).inc()
         self._left_out.inc(note.left_out)

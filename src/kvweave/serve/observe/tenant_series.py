@@ -56,14 +56,14 @@ class TenantSeries:
         self._lock = threading.Lock()
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
 
-    def token(self, tenant: str) -> None:
+    def record_token(self, tenant: str) -> None:
         """A token of an answer was made."""
         with self._lock:
             own = self._own(tenant)
             own.made += 1
             self._step(own)["made"] += 1
 
-    def answered(self, tenant: str, answer: Answer) -> None:
+    def record_answer(self, tenant: str, answer: Answer) -> None:
         """An answer is finished."""
         record = answer.explain
         counts = {"computed": answer.prompt_tokens} if record is None else record.counts

@@ -231,7 +231,7 @@ def _turns(
     messages: Sequence[ChatMessage],
 ) -> tuple[str | None, list[dict[str, Any]], list[dict[str, Any]]]:
     """The system message, if there is one; the turns, a user's last; calls and results since."""
-    said = _joined([message.as_message() for message in messages])
+    said = _join_questions([message.as_message() for message in messages])
     first = 1 if said[0]["role"] == "system" else 0
     asked = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
     turns, since = said[first : asked + 1], said[asked + 1 :]
@@ -247,8 +247,8 @@ def _turns(
     return said[0]["content"] if first else None, turns, since
 
 
-def _joined(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With questions that were not answered in one with the next: clients leave an answer out that
+def _join_questions(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join questions that were not answered with the next: clients leave an answer out that
     failed, or was stopped before its first word."""
     joined: list[dict[str, Any]] = []
     for message in said:
@@ -314,7 +314,7 @@ class ChatFormat:
             )
             for index, answer in enumerate(answers)
         ]
-        self._finished(answers[0], jobs[0])
+        self._keep_answer(answers[0], jobs[0])
         wanted = self._request.explain
         return ChatReply(
             id=self._head.id,
@@ -358,7 +358,7 @@ class ChatFormat:
                 num_calls += 1
         answers[index] = await job.mailbox.finish()
         if index == 0:
-            self._finished(answers[index], job)
+            self._keep_answer(answers[index], job)
         end = self._head.end(index, {"delta": {}}, answers[index])
         if index == 0 and self._is_over_chunks:
             end["sources"] = streamed_sources(answers[0].sources)
@@ -366,7 +366,7 @@ class ChatFormat:
             end["query"] = answers[0].query
         yield end
 
-    def _finished(self, answer: Answer, job: AnswerJob) -> None:
+    def _keep_answer(self, answer: Answer, job: AnswerJob) -> None:
         kb = self._request.kb
         self._keep(KeptAnswer(self._head.id, self._model, kb, answer, job.queue_s))
 

@@ -88,7 +88,7 @@ class Comparison:
     async def begin(self) -> None:
         """Start with the first way. Raises what is wrong with its question."""
         try:
-            await self._start(self._ways[0]).mailbox.opened()
+            await self._start(self._ways[0]).mailbox.wait_until_open()
         except BaseException:
             self.close()
             raise
@@ -179,7 +179,8 @@ class Comparison:
         return answer.watched
 
     async def _quality(self, full: WatchedTokens, way: int, answer: Answer) -> Event:
-        """Of one way. One that gave other tokens than full prefill is asked again with full's."""
+        """Figures of one way. One that gave other tokens than full prefill is asked again with
+        those of full prefill."""
         watched = answer.watched
         assert watched is not None, "every way is watched"
         if not is_comparable(full, watched):

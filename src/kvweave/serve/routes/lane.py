@@ -49,7 +49,7 @@ class Lane:
         request = Request(scope, receive)
         try:
             made = await route.answer(await _read(request, route.body), request)
-            reply = made if isinstance(made, Response) else _written(made)
+            reply = made if isinstance(made, Response) else _write_reply(made)
         except (HTTPException, KVWeaveError) as error:  # others are bugs: `RequestLog` has those
             reply = error_response(as_api_error(error))
         await reply(scope, receive, send)
@@ -76,7 +76,7 @@ async def _read(request: Request, kind: type[BaseModel]) -> BaseModel:
         raise describe([{**fault, "loc": ("body", *fault["loc"])} for fault in faults]) from None
 
 
-def _written(made: object) -> Response:
+def _write_reply(made: object) -> Response:
     assert isinstance(made, BaseModel), "a route gives a response or a model of one"
     return Response(made.model_dump_json(by_alias=True), media_type="application/json")
 

@@ -53,7 +53,7 @@ class ListedModel(NamedTuple):
 
 
 class ModelNames:
-    """The names of one server. Any thread; `listed` and `find` may read a disk."""
+    """The names of one server. Any thread; `list_models` and `find` may read a disk."""
 
     def __init__(self, weave: ModelHost, libraries: Libraries, aliases: Sequence[str]) -> None:
         self._weave = weave
@@ -65,29 +65,29 @@ class ModelNames:
         knowledge base is found out when it is opened."""
         if name is None:
             return ModelRef(self._own, self._own)
-        if (model := self._served(name)) is not None:
+        if (model := self._find_model(name)) is not None:
             return ModelRef(name, model)
         named, at, kb = name.rpartition(AT)
-        model = self._served(named) if at else None
+        model = self._find_model(named) if at else None
         if model is not None and NAME.fullmatch(kb):
             return ModelRef(name, model, kb)
         raise self._unknown(name)
 
-    def _served(self, name: str) -> str | None:
+    def _find_model(self, name: str) -> str | None:
         """The model behind a name without a knowledge base; None: there is none."""
         if name in self._aliases:
             return self._own
         return name if name in self._weave.models() else None
 
     def read_plain(self, name: str | None) -> ModelRef:
-        """As `read`, where there is no knowledge base to answer from."""
+        """Find out what `name` means where there is no knowledge base to answer from."""
         ref = self.read(name)
         if ref.kb is not None:
             message = f"{ref.name!r} is for /v1/chat/completions; here it is {self._own!r}"
             raise ApiError(400, message, param="model")
         return ref
 
-    def listed(self, tenant: str) -> list[ListedModel]:
+    def list_models(self, tenant: str) -> list[ListedModel]:
         """Every name that a request of `tenant` may have, the model's own first."""
         own = self._own
         models = [ListedModel(name, "model", name) for name in self._weave.models()]
@@ -106,8 +106,8 @@ class ModelNames:
         ]
 
     def find(self, name: str, tenant: str) -> ListedModel:
-        """One of `listed`, or an alias with a knowledge base. Raises a 404."""
-        listed = self.listed(tenant)
+        """One of `list_models`, or an alias with a knowledge base. Raises a 404."""
+        listed = self.list_models(tenant)
         found = next((each for each in listed if each.name == name), None)
         if found is not None:
             return found

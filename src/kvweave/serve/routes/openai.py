@@ -30,7 +30,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
-    """Of chats and of plain completions."""
+    """The routes of chats and of plain completions."""
     answers, limits, names = context.answers, context.limits, context.models
 
     async def chat_completions(body: ChatRequest, request: Request) -> object:
@@ -76,7 +76,7 @@ def openai_routes(context: Context) -> APIRouter:
     async def models(request: Request) -> ModelList:
         """What a request may call the model; each knowledge base is one too."""
         listed = await tasks.run(
-            partial(names.listed, tenant_of(request.scope)), client=client_of(request.scope)
+            partial(names.list_models, tenant_of(request.scope)), client=client_of(request.scope)
         )
         return ModelList(data=[card(each) for each in listed])
 

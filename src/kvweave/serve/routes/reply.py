@@ -97,7 +97,7 @@ async def reply(
                 answers = await _all([job.mailbox.finish() for job in jobs])
             return form.whole(answers, jobs)
         with while_connected(request.receive):  # until here an unsound prompt can still be a 400
-            await _all([job.mailbox.opened() for job in jobs])
+            await _all([job.mailbox.wait_until_open() for job in jobs])
         events = EventStream(as_events(form.chunks(jobs), HEARTBEAT_S), on_close=close)
         handed_over = True
         return events

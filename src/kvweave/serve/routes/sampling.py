@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvweave.app.answer.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
-from kvweave.serve.access.errors import ApiError, quoted
+from kvweave.serve.access.errors import ApiError, quote
 from kvweave.serve.routes.context import Context
 from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
 from kvweave.types import ChunkId
@@ -35,7 +35,7 @@ def check_neutral(request: SamplingFields, neutral: Neutral) -> None:
         got = getattr(request, name)
         if name in request.model_fields_set and not any(_is_same(got, each) for each in values):
             wants = " or ".join(json.dumps(value) for value in values)
-            message = f"'{name}' is not supported other than {wants}, got {quoted(got)}"
+            message = f"'{name}' is not supported other than {wants}, got {quote(got)}"
             raise ApiError(400, message, param=name)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "'stream_options' needs 'stream': true", param="stream_options")
@@ -117,7 +117,7 @@ def _bias(sent: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     """JSON has token ids as text. Raises ApiError."""
     for name in sent:
         if not (name.isascii() and name.isdigit() and len(name) < 10):
-            message = f"'logit_bias' must have token ids as its keys, got {quoted(name)}"
+            message = f"'logit_bias' must have token ids as its keys, got {quote(name)}"
             raise ApiError(400, message, param="logit_bias")
     return tuple((int(name), bias) for name, bias in sent.items())
 
@@ -126,9 +126,9 @@ def seeds(seed: int | None, n: int) -> Sequence[int | None]:
     """The first answer has the seed itself, so that `n` does not change it; the others differ."""
     if seed is None:
         return [None] * n
-    return [seed] + [_derived(seed, index) for index in range(1, n)]
+    return [seed] + [_derive_seed(seed, index) for index in range(1, n)]
 
 
-def _derived(seed: int, index: int) -> int:
+def _derive_seed(seed: int, index: int) -> int:
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # below 2**63

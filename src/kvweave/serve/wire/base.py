@@ -76,7 +76,7 @@ def schema_only(**bounds: Any) -> Any:
     return Field(json_schema_extra=bounds)
 
 
-def _listed(stop: Any) -> Any:
+def _as_list(stop: Any) -> Any:
     if not isinstance(stop, str | list):
         raise PydanticCustomError("stop", "must be a string or a list of strings")
     if len(stop) > MOST_STOPS and isinstance(stop, list):
@@ -84,7 +84,7 @@ def _listed(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-Stops = Annotated[list[Text], BeforeValidator(_listed, json_schema_input_type=str | list[str])]
+Stops = Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
 
 
 TokenSpan = Annotated[list[int], Field(min_length=2, max_length=2)]  # [start, end)

@@ -43,19 +43,19 @@ class PoolCounts(NamedTuple):
 class AnswerMeter(Protocol):
     """Hears what happens to answers, on their worker threads. Must not block."""
 
-    def began(self, queue_s: float) -> None: ...
-    def token(self, since_last_s: float | None) -> None:
+    def record_start(self, queue_s: float) -> None: ...
+    def record_token(self, since_last_s: float | None) -> None:
         """None for the first one."""
 
-    def ended(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
+    def record_end(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
         """The outcome is one of PoolCounts: finished, failed, abandoned."""
 
 
 class TenantMeter(Protocol):
     """Hears what becomes of each tenant's answers, on their worker threads. Must not block."""
 
-    def token(self, tenant: str) -> None: ...
-    def answered(self, tenant: str, answer: Answer) -> None: ...
+    def record_token(self, tenant: str) -> None: ...
+    def record_answer(self, tenant: str, answer: Answer) -> None: ...
 
 
 class AnswerJob:
@@ -105,13 +105,13 @@ class AnswerJob:
             answering.abort()
         never_began = self.outcome.cancel()
         if why is not None or never_began:
-            self.mailbox.fail(why or _gone())
+            self.mailbox.fail(why or _stopped_error())
 
     def _work(self) -> str:
         """Compute on a worker thread; return which of PoolCounts this was."""
         outcome, answer = "failed", None
         self.queue_s = time.perf_counter() - self._admitted_s
-        self._meter.began(self.queue_s)
+        self._meter.record_start(self.queue_s)
         try:
             answer = self._compute()
         except Exception as error:  # whatever it is, the waiting reader must hear of it
@@ -120,12 +120,12 @@ class AnswerJob:
             outcome = "abandoned" if answer is None else "finished"
             if answer is None:
                 log.info("abandoned an answer")
-                self.mailbox.fail(_gone())
+                self.mailbox.fail(_stopped_error())
             else:
                 self.answer = answer
                 self.mailbox.end(answer)
-                self._tenants.answered(self.tenant, answer)
-        self._meter.ended(outcome, answer, self.queue_s)
+                self._tenants.record_answer(self.tenant, answer)
+        self._meter.record_end(outcome, answer, self.queue_s)
         return outcome
 
     def _compute(self) -> Answer | None:
@@ -137,8 +137,8 @@ class AnswerJob:
             pieces, last_s = iter(answering), None
             while not self._abandoned.is_set() and (piece := next(pieces, None)):
                 now_s = time.perf_counter()
-                self._meter.token(None if last_s is None else now_s - last_s)
-                self._tenants.token(self.tenant)
+                self._meter.record_token(None if last_s is None else now_s - last_s)
+                self._tenants.record_token(self.tenant)
                 last_s = now_s
                 self.mailbox.put(piece)
         finally:
@@ -245,7 +245,7 @@ class AnswerPool:
     def _leave(self, job: AnswerJob, future: "Future[str]") -> None:
         if future.cancelled():
             how = "abandoned"
-            self._meter.ended(how, None, job.queue_s)
+            self._meter.record_end(how, None, job.queue_s)
         else:  # an exception here is a mailbox without a loop: the server was forced to quit
             how = "failed" if future.exception() is not None else future.result()
         with self._lock:
@@ -258,5 +258,5 @@ class AnswerPool:
             self._ended[how] += 1
 
 
-def _gone() -> ApiError:
+def _stopped_error() -> ApiError:
     return ApiError(503, "the server stopped before the answer was finished")

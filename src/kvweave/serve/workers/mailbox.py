@@ -55,7 +55,7 @@ class Mailbox:
             self._error, self._is_over = self._error or error, True
         self._ring()
 
-    async def opened(self) -> None:
+    async def wait_until_open(self) -> None:
         """Wait for `open`; raise what the writer failed with before."""
         while True:
             self._news.clear()
