@@ -71,10 +71,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "serve/access": {"app/answer", "app/libraries"},
     "serve/wire": {"app", "app/answer", "app/libraries", "serve/access"},
-    "serve/workers": {"app", "serve/access"},
-    "serve/observe": {
-        *("app", "app/answer", "app/libraries", "serve/access", "serve/wire", "serve/workers"),
-    },
+    "serve/workers": {"app", "serve/access", "serve/observe"},
+    "serve/observe": {"app", "app/answer", "app/libraries", "serve/access", "serve/wire"},
     "serve/uploads": {"app/libraries", "serve/access", "serve/wire", "serve/workers"},
     "serve/routes": {
         *("app", "app/answer", "app/libraries", "serve/access", "serve/wire", "serve/workers"),

@@ -28,6 +28,15 @@ class UpstreamRequest:
         return replace(self, sampling=replace(self.sampling, max_tokens=1, logprobs=None))
 
 
+# fields of `Sampling` that go under their own names, and the value that asks for nothing
+DRAWN = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": None,
+    **dict.fromkeys(ANSWER_PENALTIES, 0.0),
+}
+# those that go to a kvweave whatever they are: its own usual value may be another
+ALWAYS = ("top_p", "top_k", "repetition_penalty", "stop_loops", *ANSWER_PENALTIES)
+
+
 def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
     """The JSON document for an upstream. What is left out asks for nothing: strict servers refuse
     fields they do not know."""
@@ -40,50 +49,33 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if drawn.top_p != 1.0:
-        body["top_p"] = drawn.top_p
-    if drawn.top_k:
-        body["top_k"] = drawn.top_k
-    if drawn.min_p:
-        body["min_p"] = drawn.min_p
+    body |= {k: getattr(drawn, k) for k, usual in DRAWN.items() if getattr(drawn, k) != usual}
     if drawn.logit_bias:
         body["logit_bias"] = {str(token_id): bias for token_id, bias in drawn.logit_bias}
-    if drawn.repetition_penalty != 1.0:
-        body["repetition_penalty"] = drawn.repetition_penalty
-    for name in ANSWER_PENALTIES:
-        if (penalty := getattr(drawn, name)) != 0.0:
-            body[name] = penalty
-    if drawn.seed is not None:
-        body["seed"] = drawn.seed
     if drawn.json_schema is not None:
-        made = {"name": "answer", "schema": json.loads(drawn.json_schema)}
-        body["response_format"] = {"type": "json_schema", "json_schema": made}
+        schema = {"name": "answer", "schema": json.loads(drawn.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if drawn.stop:
         body["stop"] = list(drawn.stop)
-    if (use := request.tool_use) is not None:
-        body["tools"] = list(use.tools)
-        named = {"type": "function", "function": {"name": use.named}}
-        body["tool_choice"] = use.choice if use.named is None else named
-        if not use.parallel:
-            body["parallel_tool_calls"] = False
-    if drawn.logprobs is not None:
-        is_chat = prompt.path == CHAT
-        body |= (
-            {"logprobs": True, "top_logprobs": drawn.logprobs}
-            if is_chat
-            else {"logprobs": drawn.logprobs}
-        )
+    if request.tool_use is not None:
+        body |= _tool_fields(request.tool_use)
+    if drawn.logprobs is not None and prompt.path == CHAT:
+        body |= {"logprobs": True, "top_logprobs": drawn.logprobs}
+    elif drawn.logprobs is not None:
+        body["logprobs"] = drawn.logprobs
     if card.kind is UpstreamKind.KVWEAVE:
-        body["top_k"], body["repetition_penalty"] = drawn.top_k, drawn.repetition_penalty
-        body["top_p"], body["stop_loops"] = drawn.top_p, drawn.stop_loops
-        body |= {
-            name: getattr(drawn, name) for name in ANSWER_PENALTIES
-        }  # 0 too: its own may not be
+        body |= {name: getattr(drawn, name) for name in ALWAYS}
     elif card.kind is UpstreamKind.VLLM and request.tenant:
         body["cache_salt"] = hashlib.sha256(request.tenant.encode()).hexdigest()
     if card.fuses and (transfer := _transfer(request, card)) is not None:
         body["kv_transfer_params"] = {"kvweave": transfer}
     return body
+
+
+def _tool_fields(use: ToolUse) -> dict[str, Any]:
+    named = {"type": "function", "function": {"name": use.named}}
+    fields = {"tools": list(use.tools), "tool_choice": use.choice if use.named is None else named}
+    return fields if use.parallel else {**fields, "parallel_tool_calls": False}
 
 
 def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | None:
@@ -92,14 +84,13 @@ def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | 
     transfer: dict[str, Any] = {}
     # "full" computes everything: an engine without a word on chunks does
     if prompt.spans and request.reuse != "full":
-        transfer["chunks"] = [list(span) for span in prompt.spans]
-        transfer["preamble"] = prompt.preamble
-        if request.reuse is not None:
-            transfer["reuse"] = request.reuse
-        if request.ratio is not None:
-            transfer["ratio"] = request.ratio
-        if request.bound is not None and request.reuse is None and is_ours:
-            transfer["bound"] = request.bound
+        bound = request.bound if request.reuse is None and is_ours else None
+        options = {"reuse": request.reuse, "ratio": request.ratio, "bound": bound}
+        transfer = {
+            "chunks": [list(span) for span in prompt.spans],
+            "preamble": prompt.preamble,
+            **{name: value for name, value in options.items() if value is not None},
+        }
         if prompt.asked is not None:
             transfer["asked"] = list(prompt.asked)
     if request.tenant and (transfer or is_ours):

@@ -10,7 +10,7 @@ import logging
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +29,6 @@ from kvweave.app.libraries.saved_conversations import NoSuchConversation
 from kvweave.errors import (
     CorpusBusy,
     CorpusDamaged,
-    CorpusError,
     CorpusFull,
     CorpusMismatch,
     CorpusReadOnly,
@@ -53,39 +52,57 @@ QUOTE = reprlib.Repr()
 QUOTE.maxstring = QUOTE.maxother = QUOTE.maxlong = 4 * LONGEST_QUOTE
 
 
-# What a client is told of a knowledge base that cannot be used now: status, words, code, seconds
-OF_DISKS: dict[type[CorpusError], tuple[int, str, str, int | None]] = {
-    CorpusBusy: (
+class Refusal(NamedTuple):
+    """What a client is told of an error that `app` raises."""
+
+    status: int
+    code: str | None = None
+    wait_s: int | None = None  # for Retry-After
+    words: str | None = None  # in place of its own, which go to the log: they name a path
+
+
+# The first kind that fits counts.
+REFUSALS: dict[type[Exception], Refusal] = {
+    NoSuchAnswer: Refusal(404, "not_found"),
+    NoSuchNode: Refusal(404, "not_found"),
+    NoSuchConversation: Refusal(404, "not_found"),
+    NoSuchKnowledgeBase: Refusal(404, "not_found"),
+    NotInLibrary: Refusal(404, "not_found"),
+    PromptTooLong: Refusal(400, "context_length_exceeded"),
+    RequestError: Refusal(400),
+    InUse: Refusal(409, "in_use", 5),
+    EngineClosed: Refusal(503, wait_s=5),  # nothing is wrong with the request: another server may
+    NoDeviceMemory: Refusal(503, "no_device_memory", 5),
+    UpstreamError: Refusal(503, wait_s=1),
+    CorpusBusy: Refusal(
         409,
-        "another process is writing this knowledge base; nothing was changed, try again",
         "knowledge_base_busy",
         5,
+        "another process is writing this knowledge base; nothing was changed, try again",
     ),
-    CorpusFull: (
+    CorpusFull: Refusal(
         507,
-        "the server's disk is full; documents that are complete stay, send the others again when "
-        "there is room",
         "no_room",
         60,
+        "the server's disk is full; documents that are complete stay, send the others again when "
+        "there is room",
     ),
-    CorpusReadOnly: (
+    CorpusReadOnly: Refusal(
         503,
-        "this knowledge base cannot be written now; nothing was changed",
         "read_only",
         60,
+        "this knowledge base cannot be written now; nothing was changed",
     ),
-    CorpusMismatch: (
+    CorpusMismatch: Refusal(
         409,
-        "this knowledge base was made with an embedder or a model that this server does not have; "
-        "the server's log says which",
         "knowledge_base_mismatch",
-        None,
+        words="this knowledge base was made with an embedder or a model that this server does not "
+        "have; the server's log says which",
     ),
-    CorpusDamaged: (
+    CorpusDamaged: Refusal(
         500,
-        "this knowledge base is damaged; its administrator can look with kvweave kb check",
         "knowledge_base_damaged",
-        None,
+        words="this knowledge base is damaged; its administrator can look with kvweave kb check",
     ),
 }
 PATH = re.compile(r"(?<![\w/.:~])~?/(?:[^\s/:,;'\"()]+/)*([^\s/:,;'\"()]+)")
@@ -137,32 +154,18 @@ def as_api_error(error: Exception) -> ApiError:
     """What a client is told about `error`; what is not the client's fault is logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, NoSuchAnswer | NoSuchNode | NoSuchConversation):
-        return ApiError(404, str(error), code="not_found")
-    if isinstance(error, PromptTooLong):
-        return ApiError(400, str(error), code="context_length_exceeded")
-    if isinstance(error, RequestError):
-        return ApiError(400, str(error))
-    if isinstance(error, NoSuchKnowledgeBase | NotInLibrary):
-        return ApiError(404, str(error), code="not_found")
-    if isinstance(error, InUse):
-        return ApiError(409, str(error), code="in_use", headers={"Retry-After": "5"})
-    if isinstance(error, AllInUse):
-        return busy(str(error))
-    if isinstance(error, EngineClosed):  # nothing is wrong with the request: another server may
-        return ApiError(503, str(error), headers={"Retry-After": "5"})
-    if isinstance(error, NoDeviceMemory):
-        log.warning("%s (%s)", error, error.__cause__)
-        return ApiError(503, str(error), code="no_device_memory", headers={"Retry-After": "5"})
-    for kind, (status, words, code, wait_s) in OF_DISKS.items():
-        if isinstance(error, kind):
-            log.warning("%s", error)  # with the path, which is no business of the client's
-            wait = {} if wait_s is None else {"Retry-After": str(wait_s)}
-            return ApiError(status, words, code=code, headers=wait)
-    if isinstance(error, UpstreamError):  # likewise
-        return ApiError(503, str(error), headers={"Retry-After": "1"})
     if isinstance(error, UpstreamRefusal):
         return ApiError(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, AllInUse):
+        return busy(str(error))
+    for kind, (status, code, wait_s, words) in REFUSALS.items():
+        if isinstance(error, kind):
+            if words is not None:
+                log.warning("%s", error)
+            elif kind is NoDeviceMemory:
+                log.warning("%s (%s)", error, error.__cause__)
+            headers = {} if wait_s is None else {"Retry-After": str(wait_s)}
+            return ApiError(status, words or str(error), code=code, headers=headers)
     log.error("a request failed", exc_info=error)
     if isinstance(error, KVWeaveError):
         return ApiError(500, without_paths(str(error)))

@@ -11,10 +11,19 @@ from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import REPETITION, Answer
 from kvweave.metrics import Sample
 from kvweave.serve.observe.tracing import AnswerSpans
-from kvweave.serve.workers.answer_pool import PoolCounts
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+
+
+class PoolCounts(NamedTuple):
+    """What the pool of answers is doing and has done."""
+
+    running: int
+    waiting: int
+    finished: int
+    failed: int
+    abandoned: int
 
 
 class ServerMetrics:
@@ -67,16 +76,18 @@ class ServerMetrics:
         for source in ("exact", "reused", "recomputed", "computed"):
             self._prompt.labels(source)
 
-    # ── AnswerMeter, for the answer pool ─────────────────────────────────────
+    # ── answers, on their worker threads ─────────────────────────────────────
 
     def record_start(self, queue_s: float) -> None:
         self._queue.observe(queue_s)
 
     def record_token(self, since_last_s: float | None) -> None:
+        """`since_last_s` is None for the first one."""
         if since_last_s is not None:
             self._between.observe(since_last_s)
 
     def record_end(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
+        """`outcome` is one of PoolCounts: finished, failed, abandoned."""
         self._answers.labels(outcome).inc()
         if answer is None:
             return

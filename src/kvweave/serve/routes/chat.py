@@ -22,7 +22,6 @@ from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, us
 from kvweave.serve.routes.sampling import check_neutral, samplings, transfer_of
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
-    NEUTRAL,
     ChatMessage,
     ChatReply,
     ChatRequest,
@@ -63,7 +62,7 @@ def read_chat(
 ) -> list[Start]:
     """What to start on workers. Raises ApiError or RequestError if the request is unsound."""
     weave = context.weave
-    check_neutral(request, NEUTRAL)
+    check_neutral(request)
     _check_messages(request)
     transfer = transfer_of(request, context)
     if transfer is not None:

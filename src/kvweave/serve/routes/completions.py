@@ -15,7 +15,6 @@ from kvweave.serve.routes.sampling import (
 )
 from kvweave.serve.wire.base import KVTransferOut
 from kvweave.serve.wire.completions import (
-    NEUTRAL,
     CompletionChoice,
     CompletionLogprobs,
     CompletionReply,
@@ -29,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # as OpenAI has it for plain completions
 def read_completion(request: CompletionRequest, context: Context, tenant: str) -> list[Start]:
     """What to start on workers, the answers to a prompt side by side."""
     weave, limits = context.weave, context.limits
-    check_neutral(request, NEUTRAL)
+    check_neutral(request)
     if len(request.prompt) > limits.choices:
         message = f"'prompt' must be at most {limits.choices} prompts, got {len(request.prompt)}"
         raise ApiError(400, message, param="prompt")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from kvweave.app.answer.question import KVTransfer
 from kvweave.app.weave import Answer, Sampling
@@ -13,27 +13,18 @@ from kvweave.serve.wire.base import KVTransferOut, SamplingFields, TransferOut
 from kvweave.types import ChunkId
 
 # fields of `Sampling` that a request may leave to the configuration and the model
-DRAWN = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "stop_loops",
-)
-
-# what each field may hold that clients send where they ask for nothing
-Neutral = Mapping[str, Sequence[object]]
+DRAWN = ({f.name for f in fields(Sampling)} & SamplingFields.model_fields.keys()) - {
+    *("max_tokens", "stop", "logit_bias")  # made of more than the field
+}
 
 
-def check_neutral(request: SamplingFields, neutral: Neutral) -> None:
-    """Fields that clients send with a value that asks for nothing: no other is accepted."""
-    for name, values in neutral.items():
+def check_neutral(request: SamplingFields) -> None:
+    """Refuse other values of the fields that are there for clients who ask for nothing."""
+    for name in request.model_fields_set:
+        extra = type(request).model_fields[name].json_schema_extra
+        values = extra.get("enum") if isinstance(extra, dict) else None
         got = getattr(request, name)
-        if name in request.model_fields_set and not any(_is_same(got, each) for each in values):
+        if isinstance(values, list) and not any(_is_same(got, value) for value in values):
             wants = " or ".join(json.dumps(value) for value in values)
             message = f"'{name}' is not supported other than {wants}, got {quote(got)}"
             raise ApiError(400, message, param=name)

@@ -76,6 +76,11 @@ def schema_only(**bounds: Any) -> Any:
     return Field(json_schema_extra=bounds)
 
 
+def neutral(*values: Any) -> Any:
+    """A field that clients send where they ask for nothing; no other value is accepted."""
+    return schema_only(enum=list(values))
+
+
 def _as_list(stop: Any) -> Any:
     if not isinstance(stop, str | list):
         raise PydanticCustomError("stop", "must be a string or a list of strings")

@@ -25,6 +25,7 @@ from kvweave.serve.wire.base import (
     Text,
     Usage,
     at_most,
+    neutral,
     schema_only,
 )
 from kvweave.serve.wire.explain import Explain, SourceOut
@@ -179,30 +180,18 @@ class ChatRequest(SamplingFields):
     parallel_tool_calls: bool = True  # false: one call in an answer at most
     logprobs: bool = False
     top_logprobs: Annotated[int | None, schema_only(minimum=0, maximum=20)] = None
-    # Only the values that ask for nothing are accepted: NEUTRAL
-    store: Annotated[Any, schema_only(enum=[False])] = None
-    functions: Annotated[Any, schema_only(enum=[[]])] = None
-    function_call: Annotated[Any, schema_only(enum=["none", "auto"])] = None
-    modalities: Annotated[Any, schema_only(enum=[["text"]])] = None
-    service_tier: Annotated[Any, schema_only(enum=["auto", "default"])] = None
-    reasoning_effort: Annotated[Any, schema_only(enum=["none"])] = None
-    verbosity: Annotated[Any, schema_only(enum=["medium"])] = None
+    # Only the values that ask for nothing are accepted
+    store: Annotated[Any, neutral(False)] = None
+    functions: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral("none", "auto")] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    reasoning_effort: Annotated[Any, neutral("none")] = None
+    verbosity: Annotated[Any, neutral("medium")] = None
     # The caller's own bookkeeping
     metadata: dict[str, str] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
-
-
-# Fields that clients send where they want what is usual, and what they may hold
-NEUTRAL: dict[str, list[object]] = {
-    "store": [False],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-    "service_tier": ["auto", "default"],
-    "reasoning_effort": ["none"],
-    "verbosity": ["medium"],
-}
 
 
 class TopLogprob(Outgoing):

@@ -12,7 +12,7 @@ from kvweave.serve.wire.base import (
     Text,
     Usage,
     at_most,
-    schema_only,
+    neutral,
 )
 
 Ids = list[int]
@@ -47,13 +47,10 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts
     logprobs: int | None = None  # alternatives per token
-    # Only the value that asks for nothing is accepted: NEUTRAL
-    echo: Annotated[Any, schema_only(enum=[False])] = None
-    best_of: Annotated[Any, schema_only(enum=[1])] = None
-    suffix: Annotated[Any, schema_only(enum=[""])] = None
-
-
-NEUTRAL: dict[str, list[object]] = {"echo": [False], "best_of": [1], "suffix": [""]}
+    # Only the value that asks for nothing is accepted
+    echo: Annotated[Any, neutral(False)] = None
+    best_of: Annotated[Any, neutral(1)] = None
+    suffix: Annotated[Any, neutral("")] = None
 
 
 class CompletionLogprobs(Outgoing):

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from typing import NamedTuple, Protocol
 
 from kvweave.app.hosts import PieceStream
 from kvweave.app.weave import Answer
 from kvweave.serve.access.errors import ApiError, busy
 from kvweave.serve.access.limits import Limits
+from kvweave.serve.observe.prometheus import PoolCounts, ServerMetrics
+from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.workers.fair_turns import FairTurns
 from kvweave.serve.workers.mailbox import Mailbox
 
@@ -30,42 +31,14 @@ MORE = 64  # threads for first answers of tenants, beyond those that may run
 Start = Callable[[], PieceStream]
 
 
-class PoolCounts(NamedTuple):
-    """What the pool is doing and has done."""
-
-    running: int
-    waiting: int
-    finished: int
-    failed: int
-    abandoned: int
-
-
-class AnswerMeter(Protocol):
-    """Hears what happens to answers, on their worker threads. Must not block."""
-
-    def record_start(self, queue_s: float) -> None: ...
-    def record_token(self, since_last_s: float | None) -> None:
-        """None for the first one."""
-
-    def record_end(self, outcome: str, answer: Answer | None, queue_s: float) -> None:
-        """The outcome is one of PoolCounts: finished, failed, abandoned."""
-
-
-class TenantMeter(Protocol):
-    """Hears what becomes of each tenant's answers, on their worker threads. Must not block."""
-
-    def record_token(self, tenant: str) -> None: ...
-    def record_answer(self, tenant: str, answer: Answer) -> None: ...
-
-
 class AnswerJob:
     """One admitted answer: read its mailbox, then `abandon` it, whatever happened."""
 
     def __init__(
         self,
         start: Start,
-        meter: AnswerMeter,
-        tenants: TenantMeter,
+        meter: ServerMetrics,
+        tenants: TenantSeries,
         tenant: str = "",
         *,
         piecewise: bool = True,
@@ -153,7 +126,7 @@ class AnswerPool:
     take turns (`fair_turns.py`), and each is let in with a few however many others there are.
     """
 
-    def __init__(self, limits: Limits, meter: AnswerMeter, tenants: TenantMeter) -> None:
+    def __init__(self, limits: Limits, meter: ServerMetrics, tenants: TenantSeries) -> None:
         self._limits = limits
         self._meter = meter
         self._tenants = tenants
