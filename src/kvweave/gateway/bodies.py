@@ -30,7 +30,11 @@ class UpstreamRequest:
 
 # fields of `Sampling` that go under their own names, and the value that asks for nothing
 DRAWN = {
-    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": None,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "seed": None,
     **dict.fromkeys(ANSWER_PENALTIES, 0.0),
 }
 # those that go to a kvweave whatever they are: its own usual value may be another

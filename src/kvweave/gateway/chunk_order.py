@@ -46,29 +46,32 @@ class ChunkOrder:
         """The order behind `front`. "auto" leaves them as they are: whether a model minds is
         measured where it runs."""
         refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
-        by_id = dict(zip((ref.id for ref in refs), chunks, strict=True))
         with self._lock:
             usual = frequency_order(refs, self._table)
             self._table.push([ref.id for ref in refs])
-        if permission is not OrderPermission.FREE or len(by_id) < 2:
+        if permission is not OrderPermission.FREE or len({ref.id for ref in refs}) < 2:
             return OrderedChunks(tuple(chunks))
-        parts = [PromptPart(ref.id.encode(), ref.num_tokens, True) for ref in usual]
-        held = self._fleet.best_order(front, parts)
+        stored = self._fleet.best_order(front, _parts(usual))
         given = self._given_tokens(front, refs)
-        gained = sum(usual[place].num_tokens for place in held) - given
+        gained = sum(usual[place].num_tokens for place in stored) - given
         least = max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * sum(ref.num_tokens for ref in refs))
-        if held and gained < least and given:
+        if stored and gained < least and given:
             return OrderedChunks(tuple(chunks))
-        rest = [place for place in range(len(usual)) if place not in held]
-        order = tuple(by_id[usual[place].id] for place in (*held, *rest))
+        by_id = dict(zip((ref.id for ref in refs), chunks, strict=True))
+        places = [*stored, *(place for place in range(len(usual)) if place not in stored)]
+        order = tuple(by_id[usual[place].id] for place in places)
         if order == tuple(chunks):
             return OrderedChunks(order)
-        return OrderedChunks(order, "tree" if held else "frequency")
+        return OrderedChunks(order, "tree" if stored else "frequency")
 
     def _given_tokens(self, front: RoutedPrompt, refs: Sequence[ChunkRef]) -> int:
         """Tokens of the given order that some replica holds as a path."""
-        parts = [PromptPart(ref.id.encode(), ref.num_tokens, True) for ref in refs]
+        parts = _parts(refs)
         for num in range(len(parts), 0, -1):
             if self._fleet.holds(front, parts[:num]):
                 return sum(part.num_tokens for part in parts[:num])
         return 0
+
+
+def _parts(refs: Sequence[ChunkRef]) -> list[PromptPart]:
+    return [PromptPart(ref.id.encode(), ref.num_tokens, is_chunk=True) for ref in refs]

@@ -302,16 +302,21 @@ class Fleet:
             return []
         matches = {replica: replica.mirror.match(paths, prompt.parts) for replica in fresh}
         if first in fresh and not tried:
-            ranked = [first, *(replica for replica in fresh if replica is not first)]
-        elif self.cfg.routing == "round_robin":
-            self._next += 1
-            at = self._next % len(fresh)
-            ranked = [*fresh[at:], *fresh[:at]]
-        elif self.cfg.routing == "least_loaded":
-            ranked = sorted(fresh, key=lambda replica: replica.load)
+            ranked = sorted(fresh, key=lambda replica: replica is not first)
         else:
-            ranked = self._by_content(prompt, matches)
+            ranked = self._by_routing(prompt, matches)
         return [(replica, matches[replica]) for replica in ranked]
+
+    def _by_routing(
+        self, prompt: RoutedPrompt, matches: dict[Replica, MirrorMatch]
+    ) -> list[Replica]:
+        if self.cfg.routing == "round_robin":
+            self._next += 1
+            at, replicas = self._next % len(matches), list(matches)
+            return [*replicas[at:], *replicas[:at]]
+        if self.cfg.routing == "least_loaded":
+            return sorted(matches, key=lambda replica: replica.load)
+        return self._by_content(prompt, matches)
 
     def _by_content(
         self, prompt: RoutedPrompt, matches: dict[Replica, MirrorMatch]

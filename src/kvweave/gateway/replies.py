@@ -73,33 +73,33 @@ class ReplyReader:
             yield event
 
     def _pieces(self, event: dict[str, Any]) -> Iterator[Piece]:
-        end = self.end
+        self._read_figures(event)
+        for choice in event.get("choices") or ():
+            delta = choice.get("delta") or {}
+            text = choice.get("text")
+            if text is None:
+                text = delta.get("content") or ""
+            seen = _logprobs(choice.get("logprobs"))
+            if text or seen:
+                yield from _as_pieces(str(text), seen)
+            for part in delta.get("tool_calls") or ():
+                self._add_call(part)
+            if (reason := choice.get("finish_reason")) is not None:
+                stopped = choice.get("stopped_because")
+                self.end = self.end._replace(finish_reason=str(reason), stopped_because=stopped)
+                calls, self._calls = self._calls, {}
+                yield from (Piece("", call=calls[place]) for place in sorted(calls))
+
+    def _read_figures(self, event: dict[str, Any]) -> None:
         if isinstance(usage := event.get("usage"), dict):
             details = usage.get("prompt_tokens_details") or {}
-            end = end._replace(
+            self.end = self.end._replace(
                 prompt_tokens=_count(usage.get("prompt_tokens")),
                 completion_tokens=_count(usage.get("completion_tokens")),
                 cached_tokens=_count(details.get("cached_tokens")),
             )
         if isinstance(told := (event.get("kv_transfer_params") or {}).get("kvweave"), dict):
-            end = end._replace(told=told)
-        for choice in event.get("choices") or ():
-            if (reason := choice.get("finish_reason")) is not None:
-                end = end._replace(
-                    finish_reason=str(reason), stopped_because=choice.get("stopped_because")
-                )
-            text = choice.get("text")
-            if text is None:
-                text = (choice.get("delta") or {}).get("content") or ""
-            seen = _logprobs(choice.get("logprobs"))
-            if text or seen:
-                yield from _as_pieces(str(text), seen)
-            for part in (choice.get("delta") or {}).get("tool_calls") or ():
-                self._add_call(part)
-            if reason is not None:
-                calls, self._calls = self._calls, {}
-                yield from (Piece("", call=calls[place]) for place in sorted(calls))
-        self.end = end
+            self.end = self.end._replace(told=told)
 
     def _add_call(self, part: Mapping[str, Any]) -> None:
         """Calls come in parts: a name, then the text of its arguments bit by bit."""

@@ -195,7 +195,7 @@ def _over_chunks(
     measure: AnswerMeasure | None,
 ) -> list[Start]:
     """Chunks stand in front of the conversation, in the layout that reuse needs."""
-    system, turns, since = _turns(request.messages)
+    system, turns, since = _read_turns(request.messages)
     options: dict[str, Any] = {name: getattr(request, name) for name in OPTIONS}
     options |= {
         "tools": _tools(request),
@@ -226,24 +226,33 @@ def _over_chunks(
     return [partial(start, sampling) for sampling in drawn]
 
 
-def _turns(
-    messages: Sequence[ChatMessage],
-) -> tuple[str | None, list[dict[str, Any]], list[dict[str, Any]]]:
-    """The system message, if there is one; the turns, a user's last; calls and results since."""
+class Turns(NamedTuple):
+    """A conversation in front of which chunks stand."""
+
+    system: str | None
+    turns: list[dict[str, Any]]  # a user's last
+    since: list[dict[str, Any]]  # calls and their results behind that
+
+
+def _read_turns(messages: Sequence[ChatMessage]) -> Turns:
     said = _join_questions([message.as_message() for message in messages])
     first = 1 if said[0]["role"] == "system" else 0
-    asked = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
-    turns, since = said[first : asked + 1], said[asked + 1 :]
-    # what calls and their results are between, is one turn of the assistant
-    spoken = [m["role"] for m in turns if m["role"] != "tool" and not m.get("tool_calls")]
-    wanted = (["user", "assistant"] * len(turns))[: len(spoken)]
-    is_called = not since or since[-1]["role"] == "tool"
-    if not turns or spoken != wanted or turns[0]["role"] != "user" or not is_called:
+    last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
+    turns, since = said[first : last + 1], said[last + 1 :]
+    if not _take_turns(turns) or (since and since[-1]["role"] != "tool"):
         roles = [m["role"] for m in said]
         shown = f"{', '.join(roles[:6])}{', …' if len(roles) > 6 else ''}"
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
-    return said[0]["content"] if first else None, turns, since
+    return Turns(said[0]["content"] if first else None, turns, since)
+
+
+def _take_turns(turns: Sequence[dict[str, Any]]) -> bool:
+    """Whether user and assistant take turns. What calls and their results are between, is one turn
+    of the assistant."""
+    roles = [m["role"] for m in turns if m["role"] != "tool" and not m.get("tool_calls")]
+    is_begun = bool(turns) and turns[0]["role"] == "user"
+    return is_begun and roles == (["user", "assistant"] * len(turns))[: len(roles)]
 
 
 def _join_questions(said: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

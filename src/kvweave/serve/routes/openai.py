@@ -3,11 +3,12 @@
 import base64
 import time
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvweave.serve.access.api_keys import client_of, tenant_of
+from kvweave.serve.access.api_keys import tenant_of
 from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, over_kb, read_chat
 from kvweave.serve.routes.completions import CompletionFormat, read_completion
@@ -59,7 +60,7 @@ def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
 
 def openai_routes(context: Context) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
-    weave, names, tasks = context.weave, context.models, context.tasks
+    weave, names = context.weave, context.models
     started = int(time.time())
 
     def card(listed: ListedModel) -> ModelCard:
@@ -75,15 +76,12 @@ def openai_routes(context: Context) -> APIRouter:
     @routes.get("/v1/models", responses=TASK_ERRORS)
     async def models(request: Request) -> ModelList:
         """What a request may call the model; each knowledge base is one too."""
-        listed = await tasks.run(
-            partial(names.list_models, tenant_of(request.scope)), client=client_of(request.scope)
-        )
+        listed = await context.run(request, names.list_models, tenant_of(request.scope))
         return ModelList(data=[card(each) for each in listed])
 
     @routes.get("/v1/models/{name:path}", responses=TASK_ERRORS)
     async def model(request: Request, name: str) -> ModelCard:
-        found = partial(names.find, name, tenant_of(request.scope))
-        return card(await tasks.run(found, client=client_of(request.scope)))
+        return card(await context.run(request, names.find, name, tenant_of(request.scope)))
 
     # as they are without the lane, and in the schema
     chat, plain = answering_routes(context)
@@ -101,41 +99,37 @@ def openai_routes(context: Context) -> APIRouter:
 
     @routes.post("/v1/embeddings", response_model=EmbeddingReply, responses=ANSWER_ERRORS)
     async def embed(body: EmbeddingRequest, request: Request) -> Response:
-        return await embeddings(body, context, client_of(request.scope))
+        return await _embed(context, body, request)
 
     return routes
 
 
-async def embeddings(request: EmbeddingRequest, context: Context, client: str) -> Response:
-    """The reply of EmbeddingReply, made by hand: validating each number again takes longer. The
-    work counts as that of `client`."""
-    libraries = context.libraries
-    name = libraries.config.embedder
-    if request.model not in (None, name):
-        message = f"no embedding model {request.model!r} here; this server has {name!r}"
+async def _embed(context: Context, body: EmbeddingRequest, request: Request) -> Response:
+    """Make an EmbeddingReply by hand: validating each number again takes longer."""
+    name = context.libraries.config.embedder
+    if body.model not in (None, name):
+        message = f"no embedding model {body.model!r} here; this server has {name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
-    if (num_chars := sum(map(len, request.input))) > MOST_CHARS:
+    if (num_chars := sum(map(len, body.input))) > MOST_CHARS:
         message = f"'input' must be at most {MOST_CHARS:,} characters, got {num_chars:,}; send less"
         raise ApiError(400, message, param="input")
-    for place, text in enumerate(request.input):
+    for place, text in enumerate(body.input):
         if not text:
             raise ApiError(400, f"'input.{place}' is empty; leave it out", param="input")
-    as_query = request.input_type == "query"
-    made = await context.tasks.run(
-        partial(libraries.embed, request.input, as_query=as_query), client=client
-    )
+    as_query = body.input_type == "query"
+    made = await context.run(request, context.libraries.embed, body.input, as_query=as_query)
     dim = made.vectors.shape[1]
-    if request.dimensions not in (None, dim):
-        message = f"'dimensions' is not supported other than {dim}, got {request.dimensions}"
+    if body.dimensions not in (None, dim):
+        message = f"'dimensions' is not supported other than {dim}, got {body.dimensions}"
         raise ApiError(400, message, param="dimensions")
+
+    def encode(vector: Any) -> list[float] | str:
+        if body.encoding_format == "float":
+            return list(vector.tolist())
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
     data = [
-        {
-            "object": "embedding",
-            "index": index,
-            "embedding": vector.tolist()
-            if request.encoding_format == "float"
-            else base64.b64encode(vector.astype("<f4").tobytes()).decode(),
-        }
+        {"object": "embedding", "index": index, "embedding": encode(vector)}
         for index, vector in enumerate(made.vectors)
     ]
     usage = {"prompt_tokens": made.num_tokens, "total_tokens": made.num_tokens}
