@@ -53,14 +53,7 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    body |= {k: getattr(drawn, k) for k, usual in DRAWN.items() if getattr(drawn, k) != usual}
-    if drawn.logit_bias:
-        body["logit_bias"] = {str(token_id): bias for token_id, bias in drawn.logit_bias}
-    if drawn.json_schema is not None:
-        schema = {"name": "answer", "schema": json.loads(drawn.json_schema)}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    if drawn.stop:
-        body["stop"] = list(drawn.stop)
+    body |= _drawing_fields(drawn)
     if request.tool_use is not None:
         body |= _tool_fields(request.tool_use)
     if drawn.logprobs is not None and prompt.path == CHAT:
@@ -76,6 +69,20 @@ def body_of(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any]:
     return body
 
 
+def _drawing_fields(drawn: Sampling) -> dict[str, Any]:
+    """Fields that say how the answer is drawn and what ends it, but for those that ask for
+    nothing."""
+    made = {k: getattr(drawn, k) for k, usual in DRAWN.items() if getattr(drawn, k) != usual}
+    if drawn.logit_bias:
+        made["logit_bias"] = {str(token_id): bias for token_id, bias in drawn.logit_bias}
+    if drawn.json_schema is not None:
+        schema = {"name": "answer", "schema": json.loads(drawn.json_schema)}
+        made["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if drawn.stop:
+        made["stop"] = list(drawn.stop)
+    return made
+
+
 def _tool_fields(use: ToolUse) -> dict[str, Any]:
     named = {"type": "function", "function": {"name": use.named}}
     fields = {"tools": list(use.tools), "tool_choice": use.choice if use.named is None else named}
@@ -88,15 +95,15 @@ def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | 
     transfer: dict[str, Any] = {}
     # "full" computes everything: an engine without a word on chunks does
     if prompt.spans and request.reuse != "full":
-        bound = request.bound if request.reuse is None and is_ours else None
-        options = {"reuse": request.reuse, "ratio": request.ratio, "bound": bound}
         transfer = {
             "chunks": [list(span) for span in prompt.spans],
             "preamble": prompt.preamble,
-            **{name: value for name, value in options.items() if value is not None},
+            "reuse": request.reuse,
+            "ratio": request.ratio,
+            "bound": request.bound if request.reuse is None and is_ours else None,
+            "asked": None if prompt.asked is None else list(prompt.asked),
         }
-        if prompt.asked is not None:
-            transfer["asked"] = list(prompt.asked)
+        transfer = {name: value for name, value in transfer.items() if value is not None}
     if request.tenant and (transfer or is_ours):
         transfer["tenant"] = request.tenant
     says_more = is_ours and prompt.path != CHAT  # its reply tells what it computed

@@ -30,7 +30,7 @@ class OrderedChunks(NamedTuple):
 
 
 class ChunkOrder:
-    """Of one knowledge base. Any thread."""
+    """Orders the chunks of one knowledge base. Any thread."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -57,12 +57,11 @@ class ChunkOrder:
         least = max(MIN_GAIN_TOKENS, MIN_GAIN_SHARE * sum(ref.num_tokens for ref in refs))
         if stored and gained < least and given:
             return OrderedChunks(tuple(chunks))
-        by_id = dict(zip((ref.id for ref in refs), chunks, strict=True))
-        places = [*stored, *(place for place in range(len(usual)) if place not in stored)]
-        order = tuple(by_id[usual[place].id] for place in places)
-        if order == tuple(chunks):
-            return OrderedChunks(order)
-        return OrderedChunks(order, "tree" if stored else "frequency")
+        by_id = {ref.id: ids for ref, ids in zip(refs, chunks, strict=True)}
+        first = [usual[place] for place in stored]
+        rest = [ref for ref in usual if ref not in first]
+        order = tuple(by_id[ref.id] for ref in (*first, *rest))
+        return OrderedChunks(order, _purpose(order == tuple(chunks), bool(stored)))
 
     def _given_tokens(self, front: RoutedPrompt, refs: Sequence[ChunkRef]) -> int:
         """Tokens of the given order that some replica holds as a path."""
@@ -75,3 +74,9 @@ class ChunkOrder:
 
 def _parts(refs: Sequence[ChunkRef]) -> list[PromptPart]:
     return [PromptPart(ref.id.encode(), ref.num_tokens, is_chunk=True) for ref in refs]
+
+
+def _purpose(is_given: bool, is_stored: bool) -> str:
+    if is_given:
+        return "given"
+    return "tree" if is_stored else "frequency"

@@ -26,7 +26,7 @@ from kvweave.app.hosts import ModelHost
 from kvweave.app.libraries.libraries import Libraries
 from kvweave.errors import EngineClosed
 from kvweave.serve.access.connections import guard_connections
-from kvweave.serve.access.limits import Limits
+from kvweave.serve.access.limits import USUAL, Limits
 from kvweave.serve.access.origins import AccessRules
 from kvweave.serve.http import build_http
 from kvweave.serve.routes.context import PageConfig, make_context
@@ -59,9 +59,9 @@ class ServerLifecycle:
 
     prepare: Sequence[Prepare] = ()  # one after the other
     on_ready: Callable[[], None] | None = None  # called on the event loop, once it is prepared
-    lame_s: float = 0.0  # connections are taken for this long after the signal
-    patience_s: float = 10.0  # and then answers may go on for this long
-    stuck_s: float = 120.0  # a step of the engine that takes longer hangs; 0: none does
+    lame_s: float = USUAL.lame_s  # connections are taken for this long after the signal
+    patience_s: float = USUAL.grace_s  # and then answers may go on for this long
+    stuck_s: float = USUAL.engine_s  # a step of the engine that takes longer hangs; 0: none does
     # hears that the engine is lost, and why, on the watch's thread: `run` should return soon
     on_broken: Callable[[str], None] | None = None
 

@@ -11,6 +11,7 @@ from kvweave.app.libraries.libraries import Libraries
 from kvweave.app.weave import REPETITION, Answer
 from kvweave.metrics import Sample
 from kvweave.serve.observe.tracing import AnswerSpans
+from kvweave.serve.wire.explain import strategy_of
 
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -110,11 +111,10 @@ class ServerMetrics:
         if answer.upstream is not None:
             self._record_upstream(answer, answer.upstream)
             return
+        self._strategies.labels(strategy_of(answer)).inc()
         if record is None:
-            self._strategies.labels("full").inc()
             self._prompt.labels("computed").inc(answer.prompt_tokens)
             return
-        self._strategies.labels(record.strategy).inc()
         self._left_out.inc(record.left_out)
         for source, count in record.counts.items():
             self._prompt.labels(source).inc(count)
@@ -125,8 +125,7 @@ class ServerMetrics:
 
     def _record_upstream(self, answer: Answer, note: UpstreamNote) -> None:
         """Count what the upstream says of an answer that came through a gateway."""
-        told = note.told
-        self._strategies.labels(str(told.get("strategy") or told.get("way") or "upstream")).inc()
+        self._strategies.labels(strategy_of(answer)).inc()
         self._left_out.inc(note.left_out)
         if note.ordered_by != "given":
             self._ordered.labels(note.ordered_by).inc()
@@ -200,12 +199,16 @@ class StateCollector:
             ("kb_host_most_bytes", "Host memory for chunk KV of all of them", config.host_bytes),
         ):
             yield GaugeMetricFamily(f"kvweave_{name}", words, value)
-        opened = "Knowledge bases opened"
-        yield CounterMetricFamily("kvweave_kb_opened", opened, counts.opened)
-        closed = "Knowledge bases closed to make way for others"
-        yield CounterMetricFamily("kvweave_kb_closed", closed, counts.closed)
-        failed = "Knowledge bases that were not closed in order, see the log"
-        yield CounterMetricFamily("kvweave_kb_close_failures", failed, counts.close_failures)
+        for name, words, count in (
+            ("kb_opened", "Knowledge bases opened", counts.opened),
+            ("kb_closed", "Knowledge bases closed to make way for others", counts.closed),
+            (
+                "kb_close_failures",
+                "Knowledge bases that were not closed in order, see the log",
+                counts.close_failures,
+            ),
+        ):
+            yield CounterMetricFamily(f"kvweave_{name}", words, count)
 
     def _stores(self, with_names: bool) -> Iterator[Metric]:
         added: dict[Sample, float] = {}  # the samples without a value

@@ -39,7 +39,7 @@ class _Tenant:
 
 
 class TenantTotals(NamedTuple):
-    """Of one tenant, since the server began."""
+    """What one tenant's answers did since the server began."""
 
     answers: int
     made: int  # tokens of answers

@@ -119,7 +119,7 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
     folder = context.page.conversations
     store = SavedConversations(folder) if has_keys and folder is not None else None
 
-    def saved() -> SavedConversations:
+    def find_store() -> SavedConversations:
         if store is None:
             message = "conversations are kept where API keys are set; keep them in the browser"
             raise ApiError(404, message, code="not_found")
@@ -127,13 +127,13 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
 
     @routes.get("")
     async def list_conversations(request: Request) -> ConversationList:
-        lines = await context.run(request, saved().all, tenant_of(request.scope))
+        lines = await context.run(request, find_store().all, tenant_of(request.scope))
         return ConversationList(data=[ConversationLineOut.model_validate(line) for line in lines])
 
     @routes.get("/{conversation_id}")
     async def get_conversation(request: Request, conversation_id: str) -> ConversationOut:
         tenant = tenant_of(request.scope)
-        found = await context.run(request, saved().get, tenant, conversation_id)
+        found = await context.run(request, find_store().get, tenant, conversation_id)
         return ConversationOut(**{**found, "id": conversation_id})
 
     @routes.put("/{conversation_id}")
@@ -141,13 +141,13 @@ def conversation_routes(context: Context, *, has_keys: bool) -> APIRouter:
         body: ConversationIn, request: Request, conversation_id: str
     ) -> ConversationOut:
         content, tenant = body.model_dump(), tenant_of(request.scope)
-        await context.run(request, saved().put, tenant, conversation_id, content)
+        await context.run(request, find_store().put, tenant, conversation_id, content)
         return ConversationOut(id=conversation_id, **content)
 
     @routes.delete("/{conversation_id}")
     async def delete_conversation(request: Request, conversation_id: str) -> ConversationRemoved:
         tenant = tenant_of(request.scope)
-        await context.run(request, saved().delete, tenant, conversation_id)
+        await context.run(request, find_store().delete, tenant, conversation_id)
         return ConversationRemoved(id=conversation_id)
 
     return routes

@@ -37,7 +37,7 @@ class _Refused(NamedTuple):
 
 
 class TenantQuotas:
-    """Of one server. Any thread."""
+    """Watches what the tenants of one server take up. Any thread."""
 
     def __init__(self, limits: Limits, libraries: Libraries) -> None:
         self._limits = limits
