@@ -24,7 +24,7 @@ from kvweave.gateway.replies import MALFORMED, ReplyReader, UpstreamEnd, check_s
 
 
 class RoutedAnswer:
-    """An answer of a replica, a `PieceStream`. Nothing is sent before the first piece is asked for."""
+    """A `PieceStream` of a replica. Nothing is sent before the first piece is asked for."""
 
     def __init__(
         self,
