@@ -226,7 +226,7 @@ def _over_chunks(
     return [partial(start, sampling) for sampling in drawn]
 
 
-class Turns(NamedTuple):
+class ChatTurns(NamedTuple):
     """A conversation in front of which chunks stand."""
 
     system: str | None
@@ -234,7 +234,7 @@ class Turns(NamedTuple):
     since: list[dict[str, Any]]  # calls and their results behind that
 
 
-def _read_turns(messages: Sequence[ChatMessage]) -> Turns:
+def _read_turns(messages: Sequence[ChatMessage]) -> ChatTurns:
     said = _join_questions([message.as_message() for message in messages])
     first = 1 if said[0]["role"] == "system" else 0
     last = max((i for i, m in enumerate(said) if m["role"] == "user"), default=-1)
@@ -244,7 +244,7 @@ def _read_turns(messages: Sequence[ChatMessage]) -> Turns:
         shown = f"{', '.join(roles[:6])}{', …' if len(roles) > 6 else ''}"
         message = f"{OVER}, behind at most one system message; got {shown}"
         raise ApiError(400, message, param="messages")
-    return Turns(said[0]["content"] if first else None, turns, since)
+    return ChatTurns(said[0]["content"] if first else None, turns, since)
 
 
 def _take_turns(turns: Sequence[dict[str, Any]]) -> bool:
