@@ -73,7 +73,7 @@ class World:
         self.posted: queue.SimpleQueue[ArrivedCopy] = queue.SimpleQueue()
         self.pool = KVPool(decoder.spec, NUM_PAGES, PAGE, torch.float32, torch.device("cpu"))
         self.pages = PageAllocator(NUM_PAGES)
-        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self)
+        self.prefixes = ExactPrefixes(CFG, self.pool, self.pages, guessed_cost_s, self.post)
         self.overwrite()
 
     def post(self, item: ArrivedCopy) -> None:

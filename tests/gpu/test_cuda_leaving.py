@@ -52,7 +52,7 @@ class World:
         for part in (self.pool.keys, self.pool.values):
             part.normal_()
         self.pages = PageAllocator(NUM_PAGES)
-        self.leaving = Offload(CudaLink(device, piece_bytes), most_bytes, self)
+        self.leaving = Offload(CudaLink(device, piece_bytes), most_bytes, self.post)
         self.owner = TreePages(self.pool, self.pages, self.leaving)
         self.node = Pages(len(NODE_PAGES) * self.pool.page_bytes, NODE_PAGES)
         assert self.pages.take(NUM_PAGES) is not None  # the test hands them out itself

@@ -3,7 +3,7 @@
 All cells of a table share the same resamples of its questions, so they compare pairwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -118,15 +118,15 @@ class _Column:
         return Cell(
             strategy=self.setting.strategy.name,
             ratio=self.setting.ratio,
-            work=float(np.mean([o.work for o in outcomes])),
+            work=self._mean(lambda o: o.work),
             kl=interval.mean,
             kl_low=interval.low,
             kl_high=interval.high,
             kl_p95=float(np.quantile(self.kl, 0.95)),
             kl_max=max(o.judged.kl_max for o in outcomes),
-            flips=float(np.mean([o.judged.first_flips for o in outcomes])),
-            top1=float(np.mean([o.judged.top1 for o in outcomes])),
-            nll_gap=float(np.mean([o.nll_gap for o in outcomes])),
+            flips=self._mean(lambda o: o.judged.first_flips),
+            top1=self._mean(lambda o: o.judged.top1),
+            nll_gap=self._mean(lambda o: o.nll_gap),
             recovered=None if recovered is None else recovered.mean,
             gold_nll_gap=_mean([gold.nll - whole.nll for gold, whole in known]),
             f1=_mean([gold.f1 for gold, _ in known]),
@@ -134,6 +134,9 @@ class _Column:
             close=self._num_close / len(outcomes),
             close_call=None if is_usual else self._lead,
         )
+
+    def _mean(self, figure: Callable[[Outcome], float]) -> float:
+        return float(np.mean([figure(outcome) for outcome in self._outcomes]))
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -10,12 +10,11 @@ second is faster for a request that is alone. `waits_outside` is the rule betwee
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from kvweave.engine.chunk_pages import ChunkPages
-from kvweave.engine.inbox import Outbox
 from kvweave.engine.request import FusedPart, LoadCost
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import EngineClosed
@@ -56,11 +55,14 @@ class ChunkLoader:
     for the bytes and post a LoadedPrompt. The scheduler's ByteSource."""
 
     def __init__(
-        self, num_layers: int, outbox: Outbox[LoadedPrompt], chunks: ChunkPages | None = None
+        self,
+        num_layers: int,
+        post: Callable[[LoadedPrompt], None],
+        chunks: ChunkPages | None = None,
     ) -> None:
         """`chunks` that lie in shared pages need not be loaded."""
         self._num_layers = num_layers
-        self._outbox = outbox
+        self._post = post
         self._chunks = chunks
         self._threads: ThreadPoolExecutor | None = None
         self._loads: list[Future[None]] = []
@@ -142,7 +144,7 @@ class ChunkLoader:
                 stored.close()
             result = error
         try:
-            self._outbox.post(LoadedPrompt(sequence, result, started_s))
+            self._post(LoadedPrompt(sequence, result, started_s))
         except EngineClosed:
             if stored is not None:
                 stored.close()

@@ -78,10 +78,10 @@ class Engine:
             rounds = pool.codes(0) is not None
             self._chunks = ChunkPages(self._allocator, pool.chunk_page_tokens, rounds=rounds)
         self._prefixes = ExactPrefixes(
-            self.cfg, pool, self._allocator, cost_s, self._inbox, self._chunks
+            self.cfg, pool, self._allocator, cost_s, self._inbox.post, self._chunks
         )
         self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks)
-        self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox, self._chunks)
+        self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox.post, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
         self._warm_up = WarmUp(
             decoder, pool, self._allocator, runner, shares=bool(self.cfg.share_chunks)

@@ -2,21 +2,11 @@
 
 import threading
 from collections import deque
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kvweave.errors import EngineClosed
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class Outbox(Protocol[T_contra]):
-    """Brings items to the engine thread, which takes them between two steps. Any thread posts."""
-
-    def post(self, item: T_contra) -> None:
-        """Leave an item, without waiting. Raises EngineClosed if the item will not be taken: the
-        caller then gives back what it holds."""
-        ...
 
 
 class Inbox(Generic[T]):
@@ -33,8 +23,8 @@ class Inbox(Generic[T]):
         return len(self._items)
 
     def post(self, item: T) -> None:
-        """Append an item and wake the engine thread. Raises EngineClosed once the inbox is
-        closed."""
+        """Append an item and wake the engine thread, without waiting. Raises EngineClosed once the
+        inbox is closed: the caller then gives back what it holds."""
         with self.changed:
             if self._closed:
                 raise EngineClosed("the engine is closed; open another one to ask")

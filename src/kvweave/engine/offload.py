@@ -16,7 +16,7 @@ A copy that is not made loses a node of the tree, never an answer: its tokens ar
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -24,7 +24,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvweave.engine.inbox import Outbox
 from kvweave.engine.pages import PageAllocator
 from kvweave.errors import EngineClosed
 from kvweave.kernels.host import on_device
@@ -74,10 +73,12 @@ class Offload:
     """What is on its way. The engine thread calls it; a thread of its own carries the bytes and
     posts an ArrivedCopy, which `settle` is to be given. `num_bytes` is read by any thread."""
 
-    def __init__(self, link: OffloadLink, most_bytes: int, outbox: Outbox[ArrivedCopy]) -> None:
+    def __init__(
+        self, link: OffloadLink, most_bytes: int, post: Callable[[ArrivedCopy], None]
+    ) -> None:
         self._link = link
         self.most_bytes = most_bytes  # that may be on their way at once
-        self._outbox = outbox
+        self._post = post
         self._thread: ThreadPoolExecutor | None = None
         self.num_bytes = 0  # on their way, or there and not heard of yet
 
@@ -112,7 +113,7 @@ class Offload:
         except Exception as error:  # CUDA's, or no memory: the engine thread must hear of it
             result = error
         try:
-            self._outbox.post(ArrivedCopy(copy, result))
+            self._post(ArrivedCopy(copy, result))
         except EngineClosed:
             return  # the tree is not read any more
 
@@ -177,11 +178,11 @@ def open_link(device: torch.device) -> OffloadLink | None:
     return CudaLink(device) if device.type == "cuda" else None
 
 
-def open_offload(pool: KVPool, outbox: Outbox[ArrivedCopy]) -> Offload | None:
+def open_offload(pool: KVPool, post: Callable[[ArrivedCopy], None]) -> Offload | None:
     """How bytes leave a pool beside the steps; None: at once."""
     link = open_link(pool.keys.device)
     most_bytes = min(pool.num_pages * pool.page_bytes // POOL_SHARE, MOST_BYTES)
-    return None if link is None else Offload(link, most_bytes, outbox)
+    return None if link is None else Offload(link, most_bytes, post)
 
 
 class TreePages:

@@ -186,10 +186,8 @@ class PageManager:
         self._allocator.hold(shared[:whole])
         sequence.kv = PagedKV(self._pool, [*shared[:whole], *own])
         sequence.kv.reserve(cached)
-        sequence.lease = lease
-        sequence.progress.num_pages, sequence.progress.computed = whole + wanted, cached
-        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._record_admission(sequence, cached)
+        sequence.progress.computed = cached
+        self._record_admission(sequence, lease, whole + wanted, cached)
         return True
 
     def _continue_behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
@@ -215,9 +213,7 @@ class PageManager:
                 lease.release()
             return False
         sequence.kv = PagedKV(self._pool, pages)
-        sequence.lease, sequence.progress.num_pages = lease, count
-        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._record_admission(sequence, 0)
+        self._record_admission(sequence, lease, count, 0)
         return True
 
     def _reads_chunks(self, sequence: EngineSequence) -> bool:
@@ -257,10 +253,8 @@ class PageManager:
         cached = self._continue_behind(front, own, cached)
         self._allocator.hold(front[:whole])
         sequence.kv = PagedKV(self._pool, [*front[:whole], *own], shifts)
-        sequence.lease, sequence.shared, sequence.present = lease, shared, cached
-        sequence.progress.num_pages = whole + count
-        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
-        self._record_admission(sequence, 0)
+        sequence.shared, sequence.present = shared, cached
+        self._record_admission(sequence, lease, whole + count, 0)
         return True
 
     def _wanted_chunks(
@@ -284,8 +278,13 @@ class PageManager:
         recomputed = 0 if part.strategy.selector is None else budget(hits, part.ratio)
         return wanted, placed - recomputed
 
-    def _record_admission(self, sequence: EngineSequence, cached: int) -> None:
-        """Note when a sequence was first admitted and how much the tree had of it."""
+    def _record_admission(
+        self, sequence: EngineSequence, lease: TreeLease | None, num_pages: int, cached: int
+    ) -> None:
+        """Note what a sequence holds, when it was first admitted and how much the tree had of
+        it."""
+        sequence.lease, sequence.progress.num_pages = lease, num_pages
+        sequence.offered = 0 if lease is None else len(lease.nodes) - 1
         if not sequence.progress.preempted:
             sequence.cached = cached
             sequence.ticket.timeline.admitted_s = time.perf_counter()

@@ -22,7 +22,6 @@ import torch
 from kvweave.engine.bad_pages import has_bad_rows
 from kvweave.engine.chunk_pages import ChunkPages
 from kvweave.engine.config import EngineConfig
-from kvweave.engine.inbox import Outbox
 from kvweave.engine.offload import ArrivedCopy, TreePages, open_offload
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.request import EngineChunk, EngineRequest
@@ -86,10 +85,10 @@ class ExactPrefixes:
         pool: KVPool,
         allocator: PageAllocator,
         cost_s: Cost,
-        outbox: Outbox[ArrivedCopy],
+        post: Callable[[ArrivedCopy], None],
         chunks: ChunkPages | None = None,
     ) -> None:
-        """What comes through `outbox` is for `settle`. `chunks` lie in the same pool: what is the
+        """What is given to `post` is for `settle`. `chunks` lie in the same pool: what is the
         least valuable of both leaves first, and what is deleted leaves both."""
         self._pool = pool
         self._chunks = chunks
@@ -103,7 +102,7 @@ class ExactPrefixes:
         host_bytes = host_tokens * pool.page_bytes // pool.page_tokens
         self.is_on = device_bytes > 0
         config = TreeConfig(max(1, device_bytes), host_bytes)
-        self._offload = open_offload(pool, outbox) if host_bytes and self.is_on else None
+        self._offload = open_offload(pool, post) if host_bytes and self.is_on else None
         self._tree_pages = TreePages(pool, allocator, self._offload)
         self.tree = KnowledgeTree(config, self._tree_pages, cost_s)
         self.tombstones = Tombstones()

@@ -201,21 +201,8 @@ class Scheduler(Generic[S]):
         for one in others:
             if one.progress.own_step:  # let in by the last common step: they take turns
                 return [StepSlice(one, 0)]
-        together = [one for one in others if one.progress.needed]
-        left = self._alone_rows
-        if any(one.progress.needed == 1 for one in together):
-            left = self._step_rows
         rows_of: dict[S, int] = {}
-        parts = self._rows_per_tenant(together, left)
-        for one in sorted(together, key=_turn_order):
-            tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
-            most = min(left, parts.get(tenant, left)) if is_prompt else left
-            rows = self._share(one, most, rows_of)
-            if rows and one in self.running and self._make_room(one, rows, rows_of):
-                rows_of[one] = rows
-                left = max(0, left - rows)
-                if is_prompt and tenant in parts:
-                    parts[tenant] = max(0, parts[tenant] - rows)
+        left = self._share_among_running([one for one in others if one.progress.needed], rows_of)
         while left and (new := self._let_next_in(rows_of)) is not None:
             if new.progress.own_step:  # at once if no other computes, else in turn
                 if not rows_of:
@@ -224,6 +211,22 @@ class Scheduler(Generic[S]):
             rows_of[new] = self._share(new, left, rows_of)
             left -= rows_of[new]
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
+
+    def _share_among_running(self, running: Sequence[S], rows_of: dict[S, int]) -> int:
+        """Enter the rows of a step that running sequences get. Returns how many are left of it."""
+        is_decoding = any(one.progress.needed == 1 for one in running)
+        left = self._step_rows if is_decoding else self._alone_rows
+        parts = self._rows_per_tenant(running, left)
+        for one in sorted(running, key=_turn_order):
+            tenant, is_prompt = one.progress.tenant, one.progress.needed > 1
+            most = min(left, parts.get(tenant, left)) if is_prompt else left
+            rows = self._share(one, most, rows_of)
+            if rows and one in self.running and self._make_room(one, rows, rows_of):
+                rows_of[one] = rows
+                left = max(0, left - rows)
+                if is_prompt and tenant in parts:
+                    parts[tenant] = max(0, parts[tenant] - rows)
+        return left
 
     def _rows_per_tenant(self, together: Sequence[S], left: int) -> dict[str, int]:
         """Rows of a step that prompts of each tenant may have, so that a long prompt of one tenant

@@ -64,7 +64,7 @@ class PaidShares:
 
     def share(self, unchecked: float, now_s: float) -> float:
         """What the next request should expect. `unchecked` stands for what is not known."""
-        known = self._remembered(now_s)
+        known = self._shares_now(now_s)
         if known:
             return sorted([*known, *[unchecked] * (WINDOW - len(known))])[-2]
         if not self.at_s:
@@ -78,10 +78,10 @@ class PaidShares:
         if not load.tells:
             return
         share = min(MOST, max(0.0, (took_s - load.work_s) / load.seconds))
-        self.shares = [*self._remembered(now_s), share][-WINDOW:]
+        self.shares = [*self._shares_now(now_s), share][-WINDOW:]
         self.at_s = now_s
 
-    def _remembered(self, now_s: float) -> list[float]:
+    def _shares_now(self, now_s: float) -> list[float]:
         """What is not forgotten, oldest first."""
         known = list(self.shares)
         for _ in range(min(len(known), self._num_forgotten(now_s))):
