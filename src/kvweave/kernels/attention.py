@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.native.library import CompiledLibrary
 from kvweave.kernels.native.operators import attend_rows
 from kvweave.kernels.scattered import attend_scattered
@@ -127,7 +127,7 @@ def _compiled_for(q: Tensor, segment: Segment) -> CompiledLibrary | None:
 
 def compiled_for(q: Tensor, keys: Tensor, values: Tensor) -> CompiledLibrary | None:
     """The compiled kernels, where they take these queries over these keys and values."""
-    library = compiled(q, keys, values)
+    library = find_compiled(q, keys, values)
     return library if library is not None and q.shape[-1] <= library.most_dim else None
 
 

@@ -21,7 +21,7 @@ def has_kernels(x: Tensor) -> bool:
     return x.is_cuda and has_triton()
 
 
-def compiled(*tensors: Tensor) -> CompiledLibrary | None:
+def find_compiled(*tensors: Tensor) -> CompiledLibrary | None:
     """The kernels in `kernels/native`, if they are loaded and can work on all of these: float32 on
     a CPU, last dims side by side."""
     library = loaded_library()

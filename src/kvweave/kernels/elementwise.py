@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.native import operators as in_c
 
 
@@ -21,7 +21,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.rms_norm(x, weight, eps, out)
-    if x.dim() == 2 and (library := compiled(x, weight, x if out is None else out)) is not None:
+    if (
+        x.dim() == 2
+        and (library := find_compiled(x, weight, x if out is None else out)) is not None
+    ):
         return in_c.rms_norm(library, x, weight, eps, out)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between
@@ -39,7 +42,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.silu_mul(gate_up)
-    if gate_up.dim() == 2 and (library := compiled(gate_up)) is not None:
+    if gate_up.dim() == 2 and (library := find_compiled(gate_up)) is not None:
         return in_c.silu_mul(library, gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate, inplace=True).mul_(up)

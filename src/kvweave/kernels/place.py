@@ -12,7 +12,7 @@ heads, D head dim, r rotary dims.
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.native import stored as in_c
 from kvweave.kernels.rope import Angles, rotate
 from kvweave.kernels.types import Owners, RowMoves
@@ -29,7 +29,7 @@ def place(
         from kvweave.kernels.gpu.place import place_rows
 
         return place_rows(q, k, v, turn, rows, keys, values)
-    library = compiled(q, k, v, *turn, keys, values)
+    library = find_compiled(q, k, v, *turn, keys, values)
     if library is not None and in_c.has_whole_rows(keys, values):
         return in_c.place_rows(library, (q, k, v), turn, rows, keys, values)
     keys[rows] = rotate(k, turn)
@@ -75,7 +75,7 @@ def mean_changes(
         from kvweave.kernels.gpu.place import mean_change_rows
 
         return mean_change_rows(k, v, rows, turn, at, keys, values, owners)
-    library = compiled(k, v, keys, values, *turn, owners.weights)
+    library = find_compiled(k, v, keys, values, *turn, owners.weights)
     if library is not None and in_c.has_whole_rows(keys, values):
         fresh = in_c.FreshRows(k, v, rows, at)
         return in_c.sum_changes(library, fresh, turn, keys, values, owners)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.native import operators as in_c
 
 
@@ -64,7 +64,7 @@ def rotate(x: Tensor, angles: Angles, out: Tensor | None = None) -> Tensor:
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.rotate(x, angles.cos, angles.sin, out)
-    if (library := compiled(x, *angles, out)) is not None:
+    if (library := find_compiled(x, *angles, out)) is not None:
         return in_c.rotate(library, x, *angles, out)
     half = angles.cos.shape[-1]
     x1, x2 = x[..., :half], x[..., half : 2 * half]

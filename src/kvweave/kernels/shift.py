@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.host import on_device
 from kvweave.kernels.native import stored as in_c
 from kvweave.kernels.rope import Angles, Turn, rotate
@@ -101,7 +101,7 @@ class ChunkRuns:
 
 def shift_runs(keys: Tensor, values: Tensor, by_k: Tensor, by_v: Tensor, runs: ChunkRuns) -> None:
     """Do what `shift` does, chunk c being runs.each[c]: what a CPU does without gathering a row."""
-    library = compiled(keys, values, by_k, by_v)
+    library = find_compiled(keys, values, by_k, by_v)
     if library is not None and in_c.has_whole_rows(keys, values):
         in_c.shift_runs(library, (keys, values), (by_k, by_v), runs.table, runs.turn)
         return

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled, has_kernels
+from kvweave.kernels.dispatch import find_compiled, has_kernels
 from kvweave.kernels.native.stored import StoredCodes, has_whole_rows, lay_chunks
 from kvweave.kernels.rope import Angles
 from kvweave.kernels.types import Packing, StoredRows
@@ -128,13 +128,13 @@ __all__ = ["StoredCodes", "can_lay_codes", "lay_codes", "takes_codes"]
 
 def can_lay_codes(head_dim: int) -> bool:
     """Whether there are kernels for heads of this size: then for float32 on a CPU."""
-    library = compiled()
+    library = find_compiled()
     return library is not None and head_dim <= library.most_dim
 
 
 def takes_codes(keys: Tensor, values: Tensor) -> bool:
     """Whether they can be laid into this memory [T, Hk, D]."""
-    return compiled(keys, values) is not None and has_whole_rows(keys, values)
+    return find_compiled(keys, values) is not None and has_whole_rows(keys, values)
 
 
 def lay_codes(
@@ -142,6 +142,6 @@ def lay_codes(
 ) -> None:
     """Write chunks into rows of keys, turned, and values [T, Hk, D]. `turn` [N, 1, r/2] is of all
     tokens, chunk by chunk; `group` values share parameters. Only where `takes_codes`."""
-    library = compiled(keys, values)
+    library = find_compiled(keys, values)
     assert library is not None, "asked without kernels, or for another dtype than float32"
     lay_chunks(library, chunks, group, turn, keys, values)

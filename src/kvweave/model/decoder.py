@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvweave.kernels.dispatch import compiled
+from kvweave.kernels.dispatch import find_compiled
 from kvweave.kernels.elementwise import rms_norm, silu_mul
 from kvweave.kernels.host import on_device
 from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
@@ -197,7 +197,7 @@ class Decoder:
 
     def _layers(self, h: Tensor) -> CompiledLayers | None:
         """The layers as compiled kernels have them, if there are any for rows like h."""
-        library = compiled(h)
+        library = find_compiled(h)
         if library is None or not h.is_contiguous():
             return None
         if self._compiled is None or self._compiled.library is not library:

@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(library: Compiled
 
 def test_other_dtypes_run_the_definition(library: CompiledLibrary) -> None:
     x, weight = torch.randn(3, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
-    assert dispatch.compiled(x) is None
+    assert dispatch.find_compiled(x) is None
     assert rms_norm(x, weight, 1e-5).dtype == torch.float64
-    assert dispatch.compiled(torch.zeros(8, 3).t()) is None
-    assert dispatch.compiled(torch.zeros(3, 8)) is library
+    assert dispatch.find_compiled(torch.zeros(8, 3).t()) is None
+    assert dispatch.find_compiled(torch.zeros(3, 8)) is library

@@ -121,15 +121,8 @@ def kvzip_scores(
             scores[i].append(
                 column_scores(q[start:end], keys, others=others, rows="max", heads="max").cpu()
             )
-            front = [prefix.layers[layer]] if prefix.layers else []
-            segments.append(
-                Segment(
-                    start,
-                    end,
-                    torch.cat([*(kv.k for kv in front), keys, own]),
-                    torch.cat([*(kv.v for kv in front), stored.v, projected.v[start:end]]),
-                )
-            )
+            whole = torch.cat([keys, own]), torch.cat([stored.v, projected.v[start:end]])
+            segments.append(Segment(start, end, *with_prefix(prefix, layer, *whole)))
         if layer < decoder.spec.num_layers - 1:
             h = decoder.finish(layer, h, attend(q, positions, segments))
     return [torch.stack(each) for each in scores]

@@ -284,22 +284,31 @@ def cores(device: torch.device) -> int:
 
 
 def _hopper_can(q: Tensor, kv: LaunchKV, group: int, longest: int) -> bool:
-    if not (q.is_cuda and is_hopper(q.device) and q.dtype in (torch.float16, torch.bfloat16)):
-        return False
-    if not triton.__version__.startswith(GLUON):
+    if not _is_for_hopper(q):
         return False
     fits = q.shape[-1] in (64, 128) and group <= 64 and longest * group > 32
     one_home = kv.pages is not None or len(kv.tensors) == 1
     boxes = kv.page == 0 or (kv.page >= 8 and math.gcd(kv.page, 128) in (kv.page, 128))
     if not (fits and one_home and boxes and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0):
         return False
-    return all(
+    return all(map(_can_fetch_boxes, kv.tensors[0]))
+
+
+def _is_for_hopper(q: Tensor) -> bool:
+    """Whether the device, the precision of q and Triton's Gluon are those of `hopper.py`."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and is_hopper(q.device) and is_half and triton.__version__.startswith(GLUON)
+
+
+def _can_fetch_boxes(x: Tensor) -> bool:
+    """Whether the bulk copy engine can read keys or values that lie like x: 16-byte strides, heads
+    side by side."""
+    return (
         x.data_ptr() % 16 == 0
         and x.stride(-1) == 1
         and x.stride(-2) == x.shape[-1]
         and x.stride(-3) % 8 == 0
         and x.stride(0) % 8 == 0
-        for x in kv.tensors[0]
     )
 
 

@@ -77,11 +77,10 @@ class ChunkArrays:
         shifts = [NO_SHIFT if chunk.shift is None else chunk.shift for chunk in chunks]
         self.shifts = np.array(shifts, dtype=np.int64)
         masks = [_words(chunk) for chunk in chunks]
-        there = [mask for mask in masks if mask is not None]
-        self.words = np.concatenate(there) if there else np.zeros(0, dtype=np.int32)
-        sizes = [0 if mask is None else len(mask) for mask in masks]
-        self.word_at = np.cumsum([0, *sizes])[:-1]  # [chunks] first word of each
-        self.word_at[[mask is None for mask in masks]] = NO_MASK
+        self.words = _join(masks, np.int32)
+        sizes = np.array([len(mask) for mask in masks], dtype=np.int64)
+        self.word_at = np.cumsum(sizes) - sizes  # [chunks] first word of each
+        self.word_at[sizes == 0] = NO_MASK
         # rows that are not replaced, in even blocks of at most `size`: whose chunk's each block is,
         # where it begins, how many such rows it has. It ends within WINDOW rows of its first
         cuts = [_blocks(chunk, size) for chunk in chunks]
@@ -121,17 +120,30 @@ def _cut(live: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray
     return live[at], num
 
 
-def _words(chunk: SharedChunk) -> Numbers | None:
-    """Replaced rows as bits, 32 to a number; None: there are none."""
+def _words(chunk: SharedChunk) -> Numbers:
+    """Replaced rows as bits, 32 to a number; nothing if there are none."""
     if chunk.replaced is None:
-        return None
+        return np.zeros(0, dtype=np.int32)
     gone = chunk.replaced.numpy()
     assert len(gone) == chunk.num_tokens, f"{len(gone)} mask bits for {chunk.num_tokens} rows"
     if not gone.any():
-        return None
+        return np.zeros(0, dtype=np.int32)
     packed = np.zeros(-(-len(gone) // 32) * 4, dtype=np.uint8)
     packed[: -(-len(gone) // 8)] = np.packbits(gone, bitorder="little")
     return packed.view("<i4").astype(np.int32, copy=False)
+
+
+def _number_chunks(
+    held: Sequence[ChunkArrays],
+) -> tuple[NDArray[np.int64], list[tuple[tuple[int, ...], int]]]:
+    """Number the distinct chunks: the number of each held one, behind each other, and the pages and
+    the keys of each number."""
+    names: dict[tuple[tuple[int, ...], int], int] = {}
+    numbers = {  # rows of one prompt hold the same object: each is looked into once
+        id(each): np.array([names.setdefault(n, len(names)) for n in each.names], dtype=np.int64)
+        for each in dict.fromkeys(held)
+    }
+    return _join([numbers[id(each)] for each in held]), list(names)
 
 
 class Sharing:
@@ -143,14 +155,7 @@ class Sharing:
         num = self.num_rows = len(rows)
         self.tiling = tiling
         there = [(row, arrays) for row, arrays in enumerate(rows) if arrays is not None]
-        names: dict[tuple[tuple[int, ...], int], int] = {}
-        numbers = {  # rows of one prompt hold the same object: each is looked into once
-            id(each): np.array(
-                [names.setdefault(n, len(names)) for n in each.names], dtype=np.int64
-            )
-            for each in dict.fromkeys(each for _, each in there)
-        }
-        chunk = _join([numbers[id(each)] for _, each in there])
+        chunk, names = _number_chunks([each for _, each in there])
         order = np.argsort(chunk, kind="stable")
         chunk = chunk[order]
         pages = [own for own, _ in names]

@@ -9,7 +9,7 @@
  *     stored.h      stored chunks, laid where they belong and moved
  *
  * The definition of every function here is its PyTorch twin: kernels/products.py for products
- * (IntegerRows with plain_integers), norm.py, gate.py, rope.py and attention.py for the others,
+ * (IntegerRows with plain_integers), elementwise.py, rope.py and attention.py for the others,
  * and for layers model/decoder.py, which calls all of these one by one.
  *
  * All functions may be called from any thread at any time: they write to what they are given and

@@ -89,21 +89,10 @@ def sum_changes(
     _check(cos, sin, len(rows), dim)
     _check_kv(keys, values)
     bounds, weights = owners
-    if k.shape[1:] != keys.shape[1:] or v.shape != k.shape or len(at) != len(rows):
-        raise ValueError(f"{k.shape}, {v.shape} do not come to {len(at)} rows of {keys.shape}")
-    if any(x.dtype != torch.int64 or not x.is_contiguous() for x in (rows, at)):
-        raise ValueError("rows are int64, and lie side by side")
-    if len(bounds) != len(weights) + 1 or bounds.dtype != torch.int32:
-        raise ValueError(f"{len(bounds)} bounds are not of {len(weights)} chunks")
+    _check_fresh(fresh, keys, owners)
     by = torch.empty(2, len(weights), heads, dim)
     if not len(rows) or not len(weights):
         return by.zero_()
-    ends = torch.stack([*rows.aminmax(), *at.aminmax()]).tolist()
-    edges = bounds[0], bounds[-1]
-    if ends[0] < 0 or ends[1] >= len(k) or ends[2] < 0 or ends[3] >= len(keys):
-        raise ValueError(f"rows {ends} are not among {len(k)} fresh and {len(keys)} held ones")
-    if int(edges[0]) < 0 or int(edges[1]) > len(rows):
-        raise ValueError(f"bounds up to {int(edges[1])} are not of {len(rows)} rows")
     given = ChangesFields(
         k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         rows.data_ptr(), at.data_ptr(), cos.data_ptr(), sin.data_ptr(), keys.data_ptr(),
@@ -112,6 +101,31 @@ def sum_changes(
     )  # fmt: skip
     library.sum_changes(given, torch.get_num_threads())
     return by
+
+
+def _check_fresh(fresh: FreshRows, keys: Tensor, owners: Owners) -> None:
+    """Raise ValueError unless fresh rows, their places and their owners fit each other."""
+    k, v, rows, at = fresh
+    bounds, weights = owners
+    if k.shape[1:] != keys.shape[1:] or v.shape != k.shape or len(at) != len(rows):
+        raise ValueError(f"{k.shape}, {v.shape} do not come to {len(at)} rows of {keys.shape}")
+    if any(x.dtype != torch.int64 or not x.is_contiguous() for x in (rows, at)):
+        raise ValueError("rows are int64, and lie side by side")
+    if len(bounds) != len(weights) + 1 or bounds.dtype != torch.int32:
+        raise ValueError(f"{len(bounds)} bounds are not of {len(weights)} chunks")
+    if len(rows) and len(weights):
+        _check_places(fresh, keys, bounds)
+
+
+def _check_places(fresh: FreshRows, keys: Tensor, bounds: Tensor) -> None:
+    """Raise ValueError unless rows, places and bounds lie inside what they point into."""
+    k, _, rows, at = fresh
+    ends = torch.stack([*rows.aminmax(), *at.aminmax()]).tolist()
+    edges = bounds[0], bounds[-1]
+    if ends[0] < 0 or ends[1] >= len(k) or ends[2] < 0 or ends[3] >= len(keys):
+        raise ValueError(f"rows {ends} are not among {len(k)} fresh and {len(keys)} held ones")
+    if int(edges[0]) < 0 or int(edges[1]) > len(rows):
+        raise ValueError(f"bounds up to {int(edges[1])} are not of {len(rows)} rows")
 
 
 def shift_runs(
