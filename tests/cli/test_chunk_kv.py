@@ -17,15 +17,10 @@ from kvweave.fuse.encode.preparation import read_preparation
 from kvweave.fuse.record import ChunkRecord, FuseRecord, Stages
 from kvweave.fuse.request import State
 from kvweave.ingest.report import IngestProgress
-from kvweave.kv.tiers.config import (
-    DiskTierConfig,
-    FaultPlan,
-    FaultyTierConfig,
-    HostTierConfig,
-    StoreConfig,
-)
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk_files import DurableFiles
 from kvweave.reasons import Reason
+from worlds.faulty import FaultPlan, FaultyTierConfig
 from worlds.running import Ran, Run
 from worlds.tiny_corpus import WordEmbedder
 from worlds.tiny_models import make_chat_model_folder

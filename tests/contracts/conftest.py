@@ -9,13 +9,12 @@ import pytest
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.config import (
     DiskTierConfig,
-    FaultPlan,
-    FaultyTierConfig,
     HostTierConfig,
     RedisTierConfig,
     S3TierConfig,
     TierConfig,
 )
+from worlds.faulty import FaultPlan, FaultyTierConfig
 
 MIB = 1 << 20
 TIERS = ["host", "disk", "disk direct", "redis", "s3", "faulty host", "faulty disk"]

@@ -19,7 +19,6 @@ from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import (
     DiskTierConfig,
-    FaultPlan,
     HostTierConfig,
     RedisTierConfig,
     S3TierConfig,
@@ -27,10 +26,10 @@ from kvweave.kv.tiers.config import (
 )
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.kv.tiers.disk_files import Quarantine
-from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.kv.tiers.host import HostTier
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.tiers.s3 import S3Tier
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import CHUNK_BYTES, make_chunk, make_key
 from worlds.servers import free_port, make_certificates, running_redis, running_tls_front
 

@@ -15,9 +15,9 @@ from kvweave.kv.format.objects import verify_object
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig, StoreConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.kv.tiers.disk import DiskTier
-from kvweave.kv.tiers.faulty import FaultyTier
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, make_chunk, make_config, make_key, make_layers
 from worlds.kv_checks import check_store
 

@@ -11,8 +11,7 @@ from kvweave.kv.provenance import carries
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.reasons import Reason
 from worlds.extras import (
     CHUNK,
@@ -27,6 +26,7 @@ from worlds.extras import (
     wait_for,
     wait_until,
 )
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 from worlds.kv_checks import check_store
 from worlds.servers import running_redis

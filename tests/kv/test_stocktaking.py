@@ -12,9 +12,9 @@ from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import StoredObject, open_tier
-from kvweave.kv.tiers.config import FaultPlan, StoreConfig
-from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.tiers.config import StoreConfig
 from kvweave.reasons import Reason
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 from worlds.kv_checks import check_store
 from worlds.permissions import closed_folder, plain_user

@@ -15,10 +15,10 @@ from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.config import DiskTierConfig, FaultPlan, HostTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier
-from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.reasons import Reason
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
 from worlds.kv_checks import check_store
 

@@ -10,9 +10,9 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import Tier, open_tier
 from kvweave.kv.tiers.base import Reader
-from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.reasons import Reason
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import is_layer_of, make_chunk, make_config, make_key
 from worlds.servers import running_redis
 

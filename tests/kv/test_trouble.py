@@ -13,12 +13,12 @@ from kvweave.kv.lookup import Locator, Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier, make_slot
 from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.config import FaultPlan, RedisTierConfig, StoreConfig
-from kvweave.kv.tiers.faulty import FaultyTier
+from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.kv.tiers.redis import RedisTier
 from kvweave.kv.writer import SaveTicket, Writer
 from kvweave.metrics import Metrics
 from kvweave.reasons import Reason
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import (
     CHUNK_BYTES,
     LAYERS,

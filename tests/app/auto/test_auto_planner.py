@@ -32,11 +32,7 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.selectors.strategies import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
-from kvweave.kv.tiers.config import (
-    DiskTierConfig,
-    FaultPlan,
-    FaultyTierConfig,
-)
+from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
 from kvweave.plan.plan import Plan, PromptShape, SpanKind
@@ -57,6 +53,7 @@ from worlds.auto import (
     weave,
     world,
 )
+from worlds.faulty import FaultPlan, FaultyTierConfig
 from worlds.running import Run, run
 from worlds.weaves import ingest_with_fronts
 

@@ -10,10 +10,9 @@ from kvweave.app.auto.tier_probes import FIRST_REST_S, WAIT_S, TierProbes
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier
-from kvweave.kv.tiers.config import FaultPlan
-from kvweave.kv.tiers.faulty import FaultyTier
 from kvweave.plan.loading_cost import PaidShares
 from kvweave.plan.profile import TierLink
+from worlds.faulty import FaultPlan, FaultyTier
 from worlds.kv import LAYERS, make_chunk, make_config, make_key
 from worlds.tree import Clock
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import redis
@@ -23,19 +23,19 @@ from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.kv import tier_slot, tiers
 from kvweave.kv.format.keys import make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.lookup import Residency
 from kvweave.kv.provenance import BEHIND, CHUNK, find_tagged, pack_ids
 from kvweave.kv.tiers import Tier, open_tier
-from kvweave.kv.tiers.config import DiskTierConfig, FaultyTierConfig, HostTierConfig
+from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
+from worlds.faulty import FaultyTierConfig
 from worlds.kv import make_layers
 from worlds.servers import running_redis
 from worlds.syncs import is_synced_behind, watched_disk
@@ -180,6 +180,9 @@ class SharedFolderConfig:
     def place(self) -> str:
         return f"shared://{self.root}"
 
+    def open(self) -> "SharedFolder":
+        return SharedFolder(self)
+
 
 class SharedFolder(DiskTier):
     """What such a config opens."""
@@ -196,15 +199,9 @@ def test_a_removal_reaches_a_tier_of_a_kind_that_nobody_knew(
     chat_model_folder: Path,
     decoder: Decoder,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     is_faulty: bool,
 ) -> None:
-    def open_any(cfg: Any) -> Tier:
-        return SharedFolder(cfg) if isinstance(cfg, SharedFolderConfig) else open_tier(cfg)
-
-    monkeypatch.setattr(tier_slot, "open_tier", open_any)
-    monkeypatch.setattr(tiers, "open_tier", open_any)
-    shared: Any = SharedFolderConfig(tmp_path / "shared")
+    shared = SharedFolderConfig(tmp_path / "shared")
     far = FaultyTierConfig(shared) if is_faulty else shared
     options = KVOptions("isolated", tiers=(HostTierConfig(1 << 24), far))
     for machine in ("a", "b"):  # the second one encodes nothing, and loads nothing

@@ -1,10 +1,9 @@
-"""Places for chunk objects: host memory, disk, Valkey/Redis, S3, and a faulty one for tests."""
+"""Places for chunk objects: host memory, disk, Valkey/Redis, S3."""
 
 from kvweave.kv.format.header import Reader
 from kvweave.kv.tiers.base import StoredObject, Tier
 from kvweave.kv.tiers.config import (
     DiskTierConfig,
-    FaultyTierConfig,
     HostTierConfig,
     RedisTierConfig,
     S3TierConfig,
@@ -38,7 +37,5 @@ def open_tier(cfg: TierConfig) -> Tier:
             from kvweave.kv.tiers.s3 import S3Tier
 
             return S3Tier(cfg)
-        case FaultyTierConfig():
-            from kvweave.kv.tiers.faulty import FaultyTier
-
-            return FaultyTier(open_tier(cfg.inner), cfg.faults)
+        case _:
+            return cfg.open()

@@ -4,7 +4,9 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
+
+from kvweave.kv.tiers.base import Tier
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -89,38 +91,22 @@ class S3TierConfig:
         return f"s3://{self.bucket}/{self.prefix} {self.endpoint_url or ''}".rstrip()
 
 
-@dataclass(frozen=True, slots=True)
-class FaultPlan:
-    """What a faulty tier does, each with a probability per call. Seeded: a run can be repeated."""
-
-    seed: int = 0
-    drop: float = 0.0  # open and size say "not here", writes say "no room"
-    fail: float = 0.0  # raise TierError
-    truncate: float = 0.0  # a read ends early and says so
-    corrupt: float = 0.0  # a read flips one bit and says nothing
-    delay: float = 0.0  # sleep delay_s first
-    delay_s: float = 0.01
-    hang: float = 0.0  # sleep until released, as a dead server behind a dead firewall would
-
-
-@dataclass(frozen=True, slots=True)
-class FaultyTierConfig:
-    """Another tier with faults put in front of it: for tests and drills."""
-
-    kind: ClassVar[str] = "faulty"
-    inner: HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig
-    faults: FaultPlan = field(default_factory=FaultPlan)
+class OwnTierConfig(Protocol):
+    """The config of a tier that is none of ours: it opens its tier itself."""
 
     @property
-    def capacity_bytes(self) -> int | None:
-        return self.inner.capacity_bytes
+    def kind(self) -> str: ...
 
     @property
-    def place(self) -> str | None:
-        return self.inner.place
+    def capacity_bytes(self) -> int | None: ...
+
+    @property
+    def place(self) -> str | None: ...
+
+    def open(self) -> Tier: ...
 
 
-TierConfig = HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig | FaultyTierConfig
+TierConfig = HostTierConfig | DiskTierConfig | RedisTierConfig | S3TierConfig | OwnTierConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,49 @@ Each call draws from one seeded generator, so a single-threaded run can be repea
 import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 from kvweave.errors import TierCorrupt, TierError
 from kvweave.kv.format.header import Buffer, Reader
 from kvweave.kv.format.keys import ChunkKey, ChunkTag
+from kvweave.kv.tiers import open_tier
 from kvweave.kv.tiers.base import StoredObject, Tier
-from kvweave.kv.tiers.config import FaultPlan
+from kvweave.kv.tiers.config import TierConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """What a faulty tier does, each with a probability per call. Seeded: a run can be repeated."""
+
+    seed: int = 0
+    drop: float = 0.0  # open and size say "not here", writes say "no room"
+    fail: float = 0.0  # raise TierError
+    truncate: float = 0.0  # a read ends early and says so
+    corrupt: float = 0.0  # a read flips one bit and says nothing
+    delay: float = 0.0  # sleep delay_s first
+    delay_s: float = 0.01
+    hang: float = 0.0  # sleep until released, as a dead server behind a dead firewall would
+
+
+@dataclass(frozen=True, slots=True)
+class FaultyTierConfig:
+    """Another tier with faults put in front of it: for tests and drills."""
+
+    kind: ClassVar[str] = "faulty"
+    inner: TierConfig
+    faults: FaultPlan = field(default_factory=FaultPlan)
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.inner.capacity_bytes
+
+    @property
+    def place(self) -> str | None:
+        return self.inner.place
+
+    def open(self) -> "FaultyTier":
+        return FaultyTier(open_tier(self.inner), self.faults)
 
 
 class FaultyReader:
@@ -51,7 +88,7 @@ class FaultyTier:
         self.best_read_bytes = inner.best_read_bytes
         self._inner = inner
         self._lock = threading.Lock()
-        self._random = random.Random(plan.seed)  # noqa: S311 (faults, not secrets)
+        self._random = random.Random(plan.seed)
         self._released = threading.Event()
 
     def release(self) -> None:
