@@ -84,7 +84,7 @@ def main() -> NoReturn:
         except Exception:
             if not interrupts.is_interrupted:
                 raise
-            code = _interrupted()  # whatever became of the interrupt on its way up
+            code = _tell_interrupt()  # whatever became of the interrupt on its way up
         interrupts.leave(code)
 
 
@@ -98,12 +98,12 @@ def _run(started: CommandStart) -> int:
         _show(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        return _interrupted()
+        return _tell_interrupt()
     except BrokenPipeError:
         return 141
 
 
-def _interrupted() -> int:
+def _tell_interrupt() -> int:
     click.echo("kvweave: interrupted", err=True)
     return EXIT_CODE
 

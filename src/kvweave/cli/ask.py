@@ -162,7 +162,7 @@ def _ask_here(
         options["documents"] = None
     # Everything the user typed has been judged; now the slow part. Closed whatever ends it: the
     # interpreter must not end while the engine computes.
-    with closing(open_weave(config=_unaudited(config), kb=asked.kb_folder)) as weave:
+    with closing(open_weave(config=_without_audits(config), kb=asked.kb_folder)) as weave:
         loading_s = time.perf_counter() - started_s
         options["sampling"] = weave.sampling({"stop": asked.stop, "json_schema": schema})
         answer = _write(weave.stream(asked.question, **options), asked)
@@ -177,7 +177,7 @@ def _ask_here(
         }
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     elif asked.explain:
-        click.echo(_explained(weave, answer), err=True)
+        click.echo(_explain_text(weave, answer), err=True)
     _tell_people(config.model, asked, answer, waited)
 
 
@@ -238,7 +238,7 @@ def _write(answering: "PieceStream", asked: AskArguments) -> "Answer":
     return answering.finish()
 
 
-def _unaudited(config: WeaveConfig) -> WeaveConfig:
+def _without_audits(config: WeaveConfig) -> WeaveConfig:
     """The process ends with its answer: there is no idle time to audit it in."""
     return replace(config, quality=replace(config.quality, audit_share=0.0))
 
@@ -351,7 +351,7 @@ def _explain_document(answer: "Answer") -> dict[str, Any] | None:
     return {**as_document(answer.explain), **plan, **speculation, **audit}
 
 
-def _explained(weave: "Weave", answer: "Answer") -> str:
+def _explain_text(weave: "Weave", answer: "Answer") -> str:
     if answer.explain is None:
         return "full prefill: every token of the prompt was computed"
     texts = weave.texts_of(answer.explain.token_ids)

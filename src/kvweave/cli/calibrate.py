@@ -51,8 +51,8 @@ bound_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 
 
-def pass_asked(command: Command) -> Command:
-    """As `pass_model`; and `k` and `bound` that were not given are those of the configuration."""
+def pass_question_settings(command: Command) -> Command:
+    """Give a command what `pass_model` gives, and `k` and `bound` of flags or settings."""
 
     @functools.wraps(command)
     def run(
@@ -98,7 +98,7 @@ def pass_asked(command: Command) -> Command:
 @profile_option
 @json_option
 @model_options
-@pass_asked
+@pass_question_settings
 @click.pass_context
 def command(ctx: click.Context, /, **options: Any) -> None:
     """Measure strategies and ratios against full prefill, on your own questions.
@@ -233,7 +233,7 @@ def _show(
 @profile_option
 @json_option
 @model_options
-@pass_asked
+@pass_question_settings
 def quick_command(
     kb_folder: Path,
     questions_file: Path | None,

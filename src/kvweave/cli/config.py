@@ -30,7 +30,9 @@ def show(as_json: bool, effective: EffectiveConfig) -> None:
     from a flag: those of ask, ingest, serve and gateway are taken here too.
     """
     effective = _with_model(effective)
-    rows = [(key, _public(key, effective.config.value(name))) for name, key in known_keys().items()]
+    rows = [
+        (key, _json_value(key, effective.config.value(name))) for name, key in known_keys().items()
+    ]
     if as_json:
         told = {
             str(key): {"value": value, "from": effective.sources[str(key)]} for key, value in rows
@@ -80,8 +82,8 @@ def _with_model(effective: EffectiveConfig) -> EffectiveConfig:
     return replace(effective, config=replace(config, sampling=sampling), sources=sources)
 
 
-def _public(key: Key, value: Any) -> Any:
-    """As JSON has it, without passwords."""
+def _json_value(key: Key, value: Any) -> Any:
+    """Return the value for JSON, without passwords."""
     if key.kind.is_masked and value is not None:
         return masked_url(value)
     return str(value) if isinstance(value, Path) else value

@@ -72,7 +72,7 @@ def command(
         for number, question in enumerate(questions, 1):
             told.append(_answers(weave, question, config.library.k))
             if not as_json:
-                click.echo(_shown(number, question, told[-1], verbose=verbose))
+                click.echo(_answers_text(number, question, told[-1], verbose=verbose))
     if as_json:
         click.echo(json.dumps(_document(weave, prepared, questions, told), indent=2))
         return
@@ -119,7 +119,7 @@ def _answers(weave: "Weave", question: DemoQuestion, k: int) -> list[Told]:
     sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0.0)
     ways: list[tuple[str, dict[str, Any]]] = [("full prefill", {"reuse": "full"})]
     if not weave.plan(question.question, k=k).strategy:
-        name, ratio = _named(weave)
+        name, ratio = _choose_shown(weave)
         ways.append((f"{name} at {ratio:.0%}", {"reuse": name, "ratio": ratio}))
     ways.append(("auto", {"reuse": "auto"}))
     told = []
@@ -129,7 +129,7 @@ def _answers(weave: "Weave", question: DemoQuestion, k: int) -> list[Told]:
     return told
 
 
-def _named(weave: "Weave") -> tuple[str, float]:
+def _choose_shown(weave: "Weave") -> tuple[str, float]:
     """What to show where the gate is shut: of what was measured on this model, what costs the least
     work with a *mean* within the bound in every kind (the gate wants to be surely within it)."""
     from kvweave.calibrate.gate import BOUND, USUAL_CHUNKS, choose, tables_for_size, worst_cells
@@ -158,7 +158,7 @@ def _preparation_line(weave: "Weave", prepared: DemoPreparation) -> str:
     )
 
 
-def _shown(number: int, question: DemoQuestion, told: list[Told], *, verbose: bool) -> str:
+def _answers_text(number: int, question: DemoQuestion, told: list[Told], *, verbose: bool) -> str:
     """The answers to one question, one below the other."""
     known = " or ".join(question.answers)
     lines = [click.style(f"{number}. {question.question}", bold=True) + f"  (known: {known})"]

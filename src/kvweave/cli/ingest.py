@@ -201,7 +201,7 @@ def _sources(
 
 
 def _upload(asked: IngestArguments, pages: list[str]) -> bool:
-    """The same by a running server. False: some files did not get in."""
+    """Let a running server take them in. False: some files did not get in."""
     from kvweave.cli import remote
     from kvweave.clients.server import ServerClient
     from kvweave.corpus.metadata import parse_pairs

@@ -74,7 +74,7 @@ def open_weave(*, config: WeaveConfig, kb: Path | None = None) -> "Weave":
 
 
 def open_models(config: WeaveConfig) -> "Weave | ModelSet":
-    """As `open_weave`, with the models that a server has besides."""
+    """Load all models of a server: the one that `open_weave` loads, and the others."""
     others = config.server.models or ()
     if not others:
         return open_weave(config=config)

@@ -68,25 +68,25 @@ def document(machine: "MachineProfile") -> dict[str, Any]:
         "device": machine.device,
         "measured": _date(machine.measured_s),
         "prefill": [
-            {"tokens": n, "seconds": _rounded(s), "tokens_per_s": _rounded(n / s)}
+            {"tokens": n, "seconds": _round_digits(s), "tokens_per_s": _round_digits(n / s)}
             for n, s in _prefill(machine)
         ],
         "fused": [
             {
                 "tokens": PROMPT,
                 "ratio": ratio,
-                "recompute_s": _rounded(recompute_s),
-                "lay_s": _rounded(lay_s),
-                "speed_up": _rounded(full_s / (recompute_s + lay_s)),
+                "recompute_s": _round_digits(recompute_s),
+                "lay_s": _round_digits(lay_s),
+                "speed_up": _round_digits(full_s / (recompute_s + lay_s)),
             }
-            for ratio, recompute_s, lay_s in _fused(machine)
+            for ratio, recompute_s, lay_s in _fuse_times(machine)
         ],
-        "relation": _rounded(machine.relation),
+        "relation": _round_digits(machine.relation),
         "tiers": {
             name: {
                 "bytes_per_s": round(link.bytes_per_s),
-                "latency_s": _rounded(link.latency_s),
-                "paid_shares": [_rounded(share) for share in link.paid.shares],
+                "latency_s": _round_digits(link.latency_s),
+                "paid_shares": [_round_digits(share) for share in link.paid.shares],
             }
             for name, link in sorted(machine.links.items())
         },
@@ -109,13 +109,13 @@ def _table(machine: "MachineProfile") -> "Table":
         for tokens, seconds in _prefill(machine)
     ]
     full_s = machine.prefill.at(0, PROMPT)
-    for ratio, recompute_s, lay_s in _fused(machine):
+    for ratio, recompute_s, lay_s in _fuse_times(machine):
         what = f"recomputing {ratio:.0%} of {PROMPT:,} tokens"
         speed_up = f"{full_s / (recompute_s + lay_s):.1f}× as fast as prefill"
         rows.append((what, f"{_time(recompute_s)} + {_time(lay_s)}", speed_up))
     for name, link in sorted(machine.links.items()):
         shares = f", paid {link.paid.shares[-1]:.2f} of it" if link.paid.shares else ""
-        rows.append((f"loading from {name}", "", f"{_speed(link.bytes_per_s)}{shares}"))
+        rows.append((f"loading from {name}", "", f"{_speed_text(link.bytes_per_s)}{shares}"))
     return make_table(("what", "takes", "which is"), rows, right=("takes", "which is"))
 
 
@@ -123,7 +123,7 @@ def _prefill(machine: "MachineProfile") -> list[tuple[int, float]]:
     return [(n, max(1e-9, machine.prefill.at(0, n))) for n in PREFILLED]
 
 
-def _fused(machine: "MachineProfile") -> list[tuple[float, float, float]]:
+def _fuse_times(machine: "MachineProfile") -> list[tuple[float, float, float]]:
     """By ratio: seconds of recomputing that share of a prompt, and of laying stored tokens."""
     return [
         (
@@ -143,11 +143,11 @@ def _time(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _speed(bytes_per_s: float) -> str:
+def _speed_text(bytes_per_s: float) -> str:
     return (
         f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"
     )
 
 
-def _rounded(number: float) -> float:
+def _round_digits(number: float) -> float:
     return float(f"{number:.4g}")

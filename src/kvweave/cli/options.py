@@ -56,7 +56,7 @@ class ConfigOption(click.Option):
 
 
 def config_option(name: str, **attributes: Any) -> Decorator:
-    """As `click.option`, for a key of the configuration, whose `setting` says the rest."""
+    """An option for a key of the configuration, whose `setting` says what `click.option` wants."""
     return _option(known_keys()[name], attributes)
 
 
@@ -199,8 +199,8 @@ def pass_config(command: Command) -> Command:
 
 
 def pass_model(command: Command) -> Command:
-    """As `pass_config`, for a command that needs the model alone: gives it `model`, `device`,
-    `dtype` and `quant`."""
+    """Give a command the model alone of what `pass_config` gives: `model`, `device`, `dtype` and
+    `quant`."""
 
     @functools.wraps(command)
     def run(*args: Any, effective: EffectiveConfig, **values: Any) -> Any:

@@ -17,7 +17,7 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
         "chosen": plan.chosen.name,
         "strategy": plan.strategy,
         "ratio": plan.chosen.ratio,
-        "predicted_s": _rounded(plan.chosen.predicted_s),
+        "predicted_s": _round_seconds(plan.chosen.predicted_s),
         "ordered_by": plan.ordered_by,
         "options": [_option(option) for option in plan.options],
         "spans": [
@@ -37,11 +37,11 @@ def plan_document(plan: "Plan") -> dict[str, Any]:
 
 
 def decision_document(decision: "Decision") -> dict[str, Any]:
-    """The same for a plan that was carried out, with how long it took."""
+    """Return the document of a plan that was carried out, with how long it took."""
     judged = decision.judged
     return {
         **plan_document(decision.plan),
-        "actual_s": _rounded(judged.actual_s),
+        "actual_s": _round_seconds(judged.actual_s),
         "error": round(judged.error, 4),
     }
 
@@ -94,7 +94,7 @@ def options_table(plan: "Plan") -> "Table":
         )
         for option in sorted(priced, key=lambda o: o.expected_s)
     ]
-    return _filled(("way", "seconds", "rows", "load", "loading", "why"), rows)
+    return _table_of_used_columns(("way", "seconds", "rows", "load", "loading", "why"), rows)
 
 
 def _seconds(option: "Option") -> str:
@@ -116,10 +116,10 @@ def spans_table(plan: "Plan") -> "Table":
         size = f"{span.load_bytes / 1e6:.1f} MB" if span.load_bytes else ""
         reason = str(span.reason)
         rows.append((part, f"{span.num_tokens:,}", str(span.kind), span.tier, size, reason))
-    return _filled(("part", "tokens", "fate", "from", "load", "why"), rows)
+    return _table_of_used_columns(("part", "tokens", "fate", "from", "load", "why"), rows)
 
 
-def _filled(headings: "Sequence[str]", rows: "Sequence[Sequence[str]]") -> "Table":
+def _table_of_used_columns(headings: "Sequence[str]", rows: "Sequence[Sequence[str]]") -> "Table":
     """A table of those columns in which something stands."""
     from kvweave.cli.tables import make_table
 
@@ -135,8 +135,8 @@ def _filled(headings: "Sequence[str]", rows: "Sequence[Sequence[str]]") -> "Tabl
 def _option(option: "Option") -> dict[str, Any]:
     return {
         "name": option.name,
-        "predicted_s": _rounded(option.predicted_s),
-        "again_s": _rounded(option.again_s),
+        "predicted_s": _round_seconds(option.predicted_s),
+        "again_s": _round_seconds(option.again_s),
         "ratio": option.ratio,
         "rows": option.rows,
         "load_bytes": option.load_bytes,
@@ -149,7 +149,7 @@ def _load(load: "Load") -> dict[str, Any]:
     """What of a price is loading: seconds over a link, and the share of them that is paid."""
     return {
         "link": load.link,
-        "seconds": _rounded(load.seconds),
+        "seconds": _round_seconds(load.seconds),
         "share": round(load.share, 3),
     }
 
@@ -164,5 +164,5 @@ def _name(option: "Option") -> str:
     return option.name if option.ratio is None else f"{option.name} at {option.ratio:g}"
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _round_seconds(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)

@@ -106,7 +106,7 @@ def upload(
 ) -> UploadCounts:
     """Files, the files of folders and pages of the web, one by one."""
     counts = UploadCounts()
-    for item in _found(paths, selection, pages):
+    for item in _find_items(paths, selection, pages):
         if isinstance(item, Skipped):
             counts.skipped.append(item._asdict())
             continue
@@ -124,7 +124,7 @@ def upload(
     return counts
 
 
-def _found(
+def _find_items(
     paths: Sequence[Path], selection: Selection, pages: Sequence[str]
 ) -> Iterator[FileBytes | Skipped]:
     limits = ParseLimits()

@@ -156,8 +156,10 @@ def make_defaults(config: WeaveConfig) -> "RequestDefaults":
 
 
 def _room_for_connections() -> int:
-    """As many as this process may have open besides its files. The limit is raised as far as it
-    goes without asking: at it, nothing could be opened any more."""
+    """Return how many connections this process may have open besides its files.
+
+    The limit is raised as far as it goes without asking: at it, nothing could be opened any more.
+    """
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -35,7 +35,7 @@ def read_questions() -> list[DemoQuestion]:
 
 
 def titles_of(question: DemoQuestion) -> set[str]:
-    """Of the passages that it needs, as chunks have them."""
+    """Return the titles of the passages that it needs, as chunks have them."""
     files = [PASSAGES / f"{stem}.md" for stem in question.passages]
     return {file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in files}
 
