@@ -37,7 +37,6 @@ from common.overlap import overlap
 from common.results import commit, cpu_device, finish, versions
 from common.streams import Ask, conversation_stream, question_stream
 from hitrate import GIB, PREAMBLE, TOKEN_BYTES
-from kvweave.app.answer.conversations import ChunkMap
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.ordering import (
     AccessTable,
@@ -47,6 +46,7 @@ from kvweave.plan.ordering import (
     choose_order,
     frequency_order,
 )
+from kvweave.types import ChunkId
 
 Chunks = tuple[ChunkRef, ...]
 
@@ -137,21 +137,18 @@ def orderings(with_peer: bool) -> dict[str, Callable[[float], Ordering]]:
 def avoided(asks: Sequence[Ask], ordering: Ordering, dedup: bool) -> float:
     """Share of retrieved chunk tokens that did not have to be computed."""
     total = saved = 0
-    chunk_map = ChunkMap()
-    history: dict[str, list[str]] = {}
-    for turn, ask in enumerate(asks):
+    history: dict[str, set[ChunkId]] = {}
+    for ask in asks:
         chunks = tuple(dict.fromkeys(ask.chunks))
         total += sum(chunk.num_tokens for chunk in chunks)
-        said = history.setdefault(ask.conversation, []) if ask.conversation else []
+        said = history.setdefault(ask.conversation, set()) if ask.conversation else set()
         if not dedup:
             saved += ordering.run(chunks)
             continue
-        parted = chunk_map.part(ask.conversation, said, chunks)
-        saved += sum(chunk.num_tokens for chunk in parted.in_history)
+        saved += sum(chunk.num_tokens for chunk in chunks if chunk.id in said)
         if not said:
-            saved += ordering.run(parted.new)
-        said.append(str(turn))
-        chunk_map.sent(ask.conversation, str(turn), [chunk.id for chunk in parted.new])
+            saved += ordering.run(chunks)
+        said |= {chunk.id for chunk in chunks}
     return saved / total
 
 

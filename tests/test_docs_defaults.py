@@ -179,10 +179,10 @@ QUOTED = [
     *quoted(
         "planner.md",
         ("where a fifth of the requests are", "plan.recent_requests:LIKELY_TURNS == 1 / 5"),
-        ("and four such paths wait at a time", "app.auto.path_feeder:MOST == 4"),
+        ("and four such paths wait at a time", "app.auto.auto_planner:MOST_FED_PATHS == 4"),
         ("The {} prompts used last are kept up", "app.library.kv_behind:MOST_PREAMBLES"),
-        ("take half of the model's context at most", "app.answer.asking:HISTORY_SHARE == 2"),
-        ("of more than {} tokens is not stored", "app.library.promotion:MOST_TOKENS"),
+        ("take half of the model's context at most", "app.answer.answerer:HISTORY_SHARE == 2"),
+        ("of more than {} tokens is not stored", "app.library.kv_behind:MOST_TOKENS"),
         ("process lives ({} GiB,", "config:LibrarySettings().remembered_bytes >> 30"),
         (
             "must win by {:g} % and by {:g} ms, or the exact way",
@@ -218,13 +218,13 @@ QUOTED = [
             "every half hour without a load the highest share is forgotten",
             "plan.loading_cost:FORGET_S == 1800",
         ),
-        ("waits a quarter of a second for it", "app.auto.tier_probes:WAIT_S == 1 / 4"),
+        ("waits a quarter of a second for it", "app.auto.lessons:WAIT_S == 1 / 4"),
         (
             "rests for {} seconds, then ten, up to {} minutes",
-            "app.auto.tier_probes:word(FIRST_REST_S)",
-            "app.auto.tier_probes:word(LONGEST_REST_S / 60)",
+            "app.auto.lessons:word(FIRST_REST_S)",
+            "app.auto.lessons:word(LONGEST_REST_S / 60)",
         ),
-        ("nothing came from for an hour", "app.auto.tier_probes:STALE_S == 3600"),
+        ("nothing came from for an hour", "app.auto.lessons:STALE_S == 3600"),
     ),
     *quoted(
         "engine.md",
@@ -256,14 +256,14 @@ QUOTED = [
     ),
     *quoted(
         "speculation.md",
-        ("one prompt of at least {} computed tokens", "app.answer.search_pace:FEWEST_ROWS"),
-        ("counts as {} times the usual one", "app.answer.search_pace:OUTLIER"),
+        ("one prompt of at least {} computed tokens", "app.answer.guessing:FEWEST_ROWS"),
+        ("counts as {} times the usual one", "app.answer.guessing:OUTLIER"),
         (
             "at most {} stages, each of at least {:g} ms",
-            "app.answer.search_pace:MAX_STAGES",
-            "app.answer.search_pace:STAGE_S * 1e3",
+            "app.answer.guessing:MAX_STAGES",
+            "app.answer.guessing:STAGE_S * 1e3",
         ),
-        ("searched in less than {:g} ms stays plain", "app.answer.search_pace:2 * STAGE_S * 1e3"),
+        ("searched in less than {:g} ms stays plain", "app.answer.guessing:2 * STAGE_S * 1e3"),
         ("(flat up to {:,} chunks", "corpus.index:FLAT_LIMIT"),
         ("`{}` is the default everywhere", "config:SpeculationSettings().mode"),
         (
@@ -372,7 +372,7 @@ QUOTED = [
         ("`?limit=` ({} at most)", "serve.routes.kb:MOST_LISTED"),
         ("(`?limit=`, {})", "serve.routes.kb:HOT"),
         ("hour in steps of {} s", "serve.observe.tenant_series:STEP_S"),
-        ("first tokens ({} at most)", "app.answer.comparison:WATCHED"),
+        ("first tokens ({} at most)", "app.libraries.quality_view:WATCHED"),
         (
             "the server: {} of each tenant, {} MiB each",
             "app.libraries.saved_conversations:MOST",

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from common.counting_owner import CountingOwner
 from gpu.shared_world import PREAMBLE, QUESTION, SharedWorld
 from kvweave.app.auto.facts import strategy_info
-from kvweave.app.auto.lessons import Lessons
+from kvweave.app.auto.lessons import Lessons, TierProbes
 from kvweave.app.auto.machine_profile import Measurement
-from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder

@@ -28,7 +28,7 @@ import torch
 from common.gpu_world import STACK
 from common.results import finish, result_header, versions
 from common.shapes import SHAPES, random_decoder
-from kvweave.app.answer.sources import RetrievedChunk
+from kvweave.app.answer.notes import RetrievedChunk
 from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.index.base import Vector
 from kvweave.corpus.knowledge_base import BY_VECTOR

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE
-from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE, TokenStream
+from kvweave.app.answer.guessing import Paces, PrefillPace
+from kvweave.app.answer.notes import AnswerNotes, RetrievedChunk
 from kvweave.app.answer.question import Question, SpeculationMode
-from kvweave.app.answer.search_pace import Paces, PrefillPace
 from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
-from kvweave.app.answer.sources import RetrievedChunk
-from kvweave.app.answer.speculation import Speculation
+from kvweave.app.answer.searching import Speculation
 from kvweave.app.answer.stages import (
     Asked,
     LaidOut,
@@ -29,8 +29,6 @@ from kvweave.app.answer.stages import (
     Target,
     TurnOpening,
 )
-from kvweave.app.answer.talk import Talk
-from kvweave.app.answer.token_stream import TokenStream
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase

@@ -18,7 +18,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 from common.results import finish, portable_args, result_header
-from kvweave.app.answer.search_pace import MAX_STAGES
+from kvweave.app.answer.guessing import MAX_STAGES
 from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from speculation.modes import WARM_UP

@@ -35,8 +35,8 @@ from rich.table import Table
 from common.files import read_jsonl
 from common.results import finish, result_header
 from common.vector_cache import cached_vectors
-from kvweave.app.answer.search_pace import MAX_STAGES
-from kvweave.app.answer.sources import RetrievedChunk
+from kvweave.app.answer.guessing import MAX_STAGES
+from kvweave.app.answer.notes import RetrievedChunk
 from kvweave.app.library.runtime import EngineClient
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.embedder import Vectors

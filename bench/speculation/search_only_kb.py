@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvweave.app.answer.search_pace import MAX_STAGES
+from kvweave.app.answer.guessing import MAX_STAGES
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.index.base import IndexHits, Vector

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app.library.kv_places import KVPlaces
-from kvweave.app.library.retries import Retries
+from kvweave.app.library.library_kv import Retries
+from kvweave.app.library.stored_kv import KVPlaces
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.gateway.library import EngineMemory
 from worlds.gateways import FaultyUpstream, GatewayWorld, gateway_over

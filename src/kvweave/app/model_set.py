@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.conversations import ConversationScope
+from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.question import ChatOptions, KVTransfer
-from kvweave.app.answer.search_pace import Paces, PrefillPace
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder

@@ -25,6 +25,7 @@ from kvweave.app.answer.answer_stream import (
 )
 from kvweave.app.answer.answerer import Answerer
 from kvweave.app.answer.engine_target import EngineTarget
+from kvweave.app.answer.notes import AnswerSource
 from kvweave.app.answer.question import (
     AUTO,
     BOUND,
@@ -36,8 +37,7 @@ from kvweave.app.answer.question import (
     SpeculationMode,
 )
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
-from kvweave.app.answer.sources import AnswerSource
-from kvweave.app.answer.tool_answer import ToolAnswer
+from kvweave.app.answer.wrapped_answers import ToolAnswer
 from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.runtime import ModelRuntime

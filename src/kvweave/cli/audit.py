@@ -55,7 +55,7 @@ def _read(path: Path, *, forget: bool) -> list[dict[str, Any]]:
 
 
 def _document(entry: dict[str, Any]) -> dict[str, Any]:
-    from kvweave.app.audit.figures import AuditFigures
+    from kvweave.app.audit.audit_log import AuditFigures
 
     cells = [
         {

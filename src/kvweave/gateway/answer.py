@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Generator, Iterator
 
 from kvweave.app.answer.answer_stream import Answer, Piece
-from kvweave.app.answer.notes import AnswerNotes, UpstreamNote
-from kvweave.app.answer.sources import routed_sources
+from kvweave.app.answer.notes import AnswerNotes, UpstreamNote, routed_sources
 from kvweave.app.answer.stages import Listener
-from kvweave.app.answer.tool_answer import CALLED
+from kvweave.app.answer.wrapped_answers import CALLED
 from kvweave.errors import UpstreamError, UpstreamRefusal
 from kvweave.gateway.bodies import UpstreamRequest, body_of
 from kvweave.gateway.connections import Exchange, UpstreamFailed

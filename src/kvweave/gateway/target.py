@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any
 
 from kvweave.app.answer.answerer import Answerer
+from kvweave.app.answer.conversations import Talk
+from kvweave.app.answer.guessing import PrefillPace
 from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.question import AUTO, PLAIN_REUSES, Question
-from kvweave.app.answer.search_pace import PrefillPace
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.answer.stages import (
     Asked,
@@ -22,7 +23,6 @@ from kvweave.app.answer.stages import (
     Submitted,
     TurnOpening,
 )
-from kvweave.app.answer.talk import Talk
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.sampling import Sampling

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvweave.app.answer.answer_stream import Answer, Piece
-from kvweave.app.answer.citations import CitedAnswer, Citer
+from kvweave.app.answer.wrapped_answers import CitedAnswer, Citer
 
 ZORB = "Zorbs: a zorb is a small round tool. It is 14 cm wide."
 LAMP = "Lamps: the lamp of the hall is 31 cm high and weighs 3.5 kg."

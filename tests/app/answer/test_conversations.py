@@ -31,31 +31,31 @@ def assistant(text: str) -> PastMessage:
 
 def test_a_later_turn_has_the_earlier_chunks_in_its_history_and_brings_only_new_ones() -> None:
     talks = Conversations()
-    talks.talk("t", "one", []).sent("why?", [A, B])
+    talks.talk("t", "one", []).remember("why?", [A, B])
     next_turn = talks.talk("t", "one", [user("why?"), assistant("so")])
     assert next_turn.messages[0].chunks == (A, B)
-    assert next_turn.held([B, C]) == [B]
+    assert next_turn.find_in_history([B, C]) == [B]
 
 
 def test_a_message_that_was_cut_or_edited_takes_its_chunks_with_it() -> None:
     talks = Conversations()
     first = talks.talk("t", "one", [])
-    first.sent("why?", [A])
+    first.remember("why?", [A])
     past = [user("why?"), assistant("so")]
-    talks.talk("t", "one", past).sent("how?", [B])
+    talks.talk("t", "one", past).remember("how?", [B])
     past += [user("how?"), assistant("thus")]
-    assert talks.talk("t", "one", past).held([A, B]) == [A, B]
+    assert talks.talk("t", "one", past).find_in_history([A, B]) == [A, B]
     cut = talks.talk("t", "one", past[2:])
-    assert cut.held([A, B]) == [B]
+    assert cut.find_in_history([A, B]) == [B]
     edited = talks.talk("t", "one", [user("when?"), *past[1:]])
-    assert edited.held([A, B]) == [B]
+    assert edited.find_in_history([A, B]) == [B]
 
 
 def test_the_same_words_said_twice_are_two_turns() -> None:
     talks = Conversations()
-    talks.talk("t", "one", []).sent("go on", [A])
+    talks.talk("t", "one", []).remember("go on", [A])
     past = [user("go on"), assistant("1")]
-    talks.talk("t", "one", past).sent("go on", [B])
+    talks.talk("t", "one", past).remember("go on", [B])
     past += [user("go on"), assistant("2")]
     both = talks.talk("t", "one", past)
     assert [m.chunks for m in both.messages] == [(A,), (), (B,), ()]
@@ -67,38 +67,38 @@ def test_chunks_of_the_oldest_turns_are_given_up_where_they_take_too_much() -> N
     talks = Conversations()
     past: list[PastMessage] = []
     for turn, chunk in enumerate((A, B)):
-        talks.talk("t", "one", past).sent(f"{turn}?", [chunk])
+        talks.talk("t", "one", past).remember(f"{turn}?", [chunk])
         past += [user(f"{turn}?"), assistant("so")]
     most = len(A) + len(B)
-    assert talks.talk("t", "one", past, most_tokens=most).held([A, B]) == [A, B]
+    assert talks.talk("t", "one", past, most_tokens=most).find_in_history([A, B]) == [A, B]
     cut = talks.talk("t", "one", past, most_tokens=most - 1)
     assert cut.messages[0].chunks == ()
-    assert A not in cut.held([A, B]), "it is sent again where it is wanted"
+    assert A not in cut.find_in_history([A, B]), "it is sent again where it is wanted"
 
 
 def test_tenants_and_nameless_requests_share_nothing() -> None:
     talks = Conversations()
-    talks.talk("t", "one", []).sent("why?", [A])
+    talks.talk("t", "one", []).remember("why?", [A])
     past = [user("why?"), assistant("so")]
-    assert talks.talk("u", "one", past).held([A]) == []
-    assert talks.talk("", "tone", past).held([A]) == []
+    assert talks.talk("u", "one", past).find_in_history([A]) == []
+    assert talks.talk("", "tone", past).find_in_history([A]) == []
     nameless = talks.talk("t", None, past)
-    nameless.sent("how?", [B])
-    assert (nameless.held([A]), nameless.messages) == ([], tuple(past))
+    nameless.remember("how?", [B])
+    assert (nameless.find_in_history([A]), nameless.messages) == ([], tuple(past))
     assert len(talks) == 1
 
 
 def test_conversations_are_bounded_by_number_and_by_tokens() -> None:
     talks = Conversations(max_conversations=2)
     for name in ("one", "two", "three"):
-        talks.talk("t", name, []).sent("why?", [A])
+        talks.talk("t", name, []).remember("why?", [A])
     assert len(talks) == 2
-    assert talks.talk("t", "one", [user("why?")]).held([A]) == []
+    assert talks.talk("t", "one", [user("why?")]).find_in_history([A]) == []
     small = Conversations(max_tokens=5)
-    small.talk("t", "one", []).sent("why?", [A])
-    small.talk("t", "two", []).sent("why?", [C])
-    assert small.talk("t", "one", [user("why?")]).held([A]) == []
-    assert small.talk("t", "two", [user("why?")]).held([C]) == [C], "the last one stays"
+    small.talk("t", "one", []).remember("why?", [A])
+    small.talk("t", "two", []).remember("why?", [C])
+    assert small.talk("t", "one", [user("why?")]).find_in_history([A]) == []
+    assert small.talk("t", "two", [user("why?")]).find_in_history([C]) == [C], "the last one stays"
 
 
 TURNS = st.lists(
@@ -116,12 +116,12 @@ def test_whatever_is_cut_every_retrieved_chunk_is_in_the_prompt(
     for text, retrieved, cut in turns:
         past = past[2 * cut :]
         talk = talks.talk("t", "one", past)
-        held = talk.held(sorted(retrieved))
+        held = talk.find_in_history(sorted(retrieved))
         new = [ids for ids in sorted(retrieved) if ids not in held]
         in_history = {ids for message in talk.messages for ids in message.chunks}
         assert set(held) <= in_history
         assert retrieved <= in_history | set(new)
-        talk.sent(text, new)
+        talk.remember(text, new)
         past += [user(text), assistant("…")]
 
 

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.conversations import Conversations, SaidBefore, Talk, conversation_name
 from kvweave.app.answer.question import Question
-from kvweave.app.answer.recognised import SaidBefore, conversation_name
-from kvweave.app.answer.talk import Talk
 from kvweave.app.weave import Sampling
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import PastMessage
@@ -49,41 +47,41 @@ def chunks_of(talk: Talk) -> list[tuple[tuple[int, ...], ...]]:
 
 def test_a_prompt_goes_on_where_half_of_what_is_found_stood_in_it() -> None:
     talks = Conversations()
-    talk_of(talks, []).sent("why?", [A, B])
+    talk_of(talks, []).remember("why?", [A, B])
     past = [user("why?"), assistant("trimmed by the client")]
     second = talk_of(talks, past)
     assert chunks_of(second) == [(A, B)]
-    assert second.held([B, C]) == [B]
-    assert second.bringing([B, C]) is second
-    plain = second.bringing([B, C, D])
+    assert second.find_in_history([B, C]) == [B]
+    assert second.choose_history([B, C]) is second
+    plain = second.choose_history([B, C, D])
     assert plain is second.plain
-    assert (chunks_of(plain), plain.held([A, B])) == ([()], [])
-    second.sent("how?", [C])
+    assert (chunks_of(plain), plain.find_in_history([A, B])) == ([()], [])
+    second.remember("how?", [C])
     assert chunks_of(talk_of(talks, said("why?", "how?"))) == [(A, B), (C,)]
 
 
 def test_what_follows_a_plain_turn_goes_on_from_that_turns_prompt() -> None:
     """Not from one that never was: its chunks would stand there twice."""
     talks = Conversations()
-    talk_of(talks, []).sent("why?", [A, B])
-    talk_of(talks, said("why?")).bringing([A, C, D]).sent("how?", [A, C, D])
+    talk_of(talks, []).remember("why?", [A, B])
+    talk_of(talks, said("why?")).choose_history([A, C, D]).remember("how?", [A, C, D])
     third = talk_of(talks, said("why?", "how?"))
     assert chunks_of(third) == [(), (A, C, D)]
-    assert third.held([B, C]) == [C]
+    assert third.find_in_history([B, C]) == [C]
 
 
 def test_the_same_request_finds_the_same_turns_again() -> None:
     talks = Conversations()
-    talk_of(talks, []).sent("why?", [A, B])
+    talk_of(talks, []).remember("why?", [A, B])
     for question in ("how?", "how?", "when?"):  # asked anew, and another in its place
         again = talk_of(talks, said("why?"))
         assert chunks_of(again) == [(A, B)]
-        again.bringing([A]).sent(question, [])
+        again.choose_history([A]).remember(question, [])
 
 
 def test_people_who_said_or_search_other_things_are_not_taken_for_each_other() -> None:
     talks = Conversations()
-    talk_of(talks, []).sent("why?", [A])
+    talk_of(talks, []).remember("why?", [A])
     past = said("why?")
     assert chunks_of(talk_of(talks, past)) == [(A,)]
     assert chunks_of(talk_of(talks, past, tenant="u")) == [()]
@@ -95,7 +93,7 @@ def test_people_who_said_or_search_other_things_are_not_taken_for_each_other() -
     ):
         assert chunks_of(talk_of(talks, past, question)) == [()]
     assert chunks_of(talk_of(talks, said("who?", "why?"))) == [(), ()]
-    assert talks.talk("t", "why?", past).held([A]) == [], "no name says it either"
+    assert talks.talk("t", "why?", past).find_in_history([A]) == [], "no name says it either"
     one, two = (
         conversation_name(WHOLE, said(*texts), is_searched=True)
         for texts in (("a", "bc"), ("ab", "c"))
@@ -123,22 +121,22 @@ def test_a_name_goes_before() -> None:
 
 def test_turns_are_bounded_and_push_no_conversation_with_a_name_out() -> None:
     talks = Conversations(max_conversations=2)
-    talks.talk("t", "one", []).sent("why?", [A])
+    talks.talk("t", "one", []).remember("why?", [A])
     for question in "abcd":
-        talk_of(talks, []).sent(question, [B])
-    assert talks.talk("t", "one", [user("why?")]).held([A]) == [A]
+        talk_of(talks, []).remember(question, [B])
+    assert talks.talk("t", "one", [user("why?")]).find_in_history([A]) == [A]
     assert len(talks.recognised) == 2
     assert chunks_of(talk_of(talks, said("a"))) == [()]
     assert chunks_of(talk_of(talks, said("d"))) == [(B,)]
     small = Conversations(max_tokens=4)
     for question in "ab":
-        talk_of(small, []).sent(question, [A])
+        talk_of(small, []).remember(question, [A])
     assert len(small.recognised) == 1
 
 
 def test_long_histories_and_deleted_chunks_stand_nowhere() -> None:
     talks = Conversations()
-    talk_of(talks, []).sent("why?", [A, B])
+    talk_of(talks, []).remember("why?", [A, B])
     assert chunks_of(talk_of(talks, said("why?"), most_tokens=6)) == [(A, B)]
     assert chunks_of(talk_of(talks, said("why?"), most_tokens=5)) == [()]
     assert chunks_of(talk_of(talks, said("why?"), is_gone=lambda chunk, as_of: True)) == [()]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvweave.app.answer.rewriting import LONGEST_QUERY, read_rewritten, rewriting_messages
+from kvweave.app.answer.answerer import LONGEST_QUERY, read_rewritten, rewriting_messages
 
 HISTORY = [
     {"role": "user", "content": "How wide is a zorb?"},

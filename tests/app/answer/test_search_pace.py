@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvweave.app.answer.search_pace import FEWEST_ROWS, MAX_STAGES, PrefillPace, SearchPace
+from kvweave.app.answer.guessing import FEWEST_ROWS, MAX_STAGES, PrefillPace, SearchPace
 
 
 def searched(pace: SearchPace, times: int, seconds: float, lists: list[str]) -> SearchPace:

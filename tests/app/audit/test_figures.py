@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvweave.app.audit.figures import SURE, AuditFigures, evidence_above, evidence_of_flips
+from kvweave.app.audit.audit_log import SURE, AuditFigures, evidence_above, evidence_of_flips
 
 BOUND = 0.02
 

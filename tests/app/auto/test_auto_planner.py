@@ -18,8 +18,8 @@ from kvweave.app.auto.facts import (
     layer_bytes_per_token,
     strategy_info,
 )
+from kvweave.app.auto.lessons import STALE_S
 from kvweave.app.auto.machine_profile import profile_path
-from kvweave.app.auto.tier_probes import STALE_S
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvweave.app.auto.idle_measurement import IdleMeasurement
 from kvweave.app.auto.machine_profile import Measurement, find_machine
+from kvweave.app.auto.measurements import IdleMeasurement
 from kvweave.app.library.library_kv import CODEC
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.plan.profile import MachineProfile
@@ -39,7 +39,7 @@ class Owner:
 def owner(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     monkeypatch.setattr("kvweave.app.auto.machine_profile.PREFILL_BUDGET_S", 0.3)
     monkeypatch.setattr("kvweave.app.auto.machine_profile.RECOMPUTE_BUDGET_S", 0.3)
-    monkeypatch.setattr("kvweave.app.auto.idle_measurement.PAUSE_S", 0.0)
+    monkeypatch.setattr("kvweave.app.auto.measurements.PAUSE_S", 0.0)
     owner = Owner(world)
     yield owner
     owner.runtime.close()

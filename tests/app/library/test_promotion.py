@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
+from kvweave.app.library.kv_behind import ChunkPromotion
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import key_context
-from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.weave import Answer, Sampling
 from kvweave.engine.background import ActiveAnswers, BackgroundPace
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder

@@ -16,10 +16,10 @@ import pytest
 import redis
 
 from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import remove_with_kv
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.store_tiers import remote_tiers
+from kvweave.app.library.stored_kv import KVPlaces
 from kvweave.app.weave import Answer, Sampling, Weave
 from kvweave.config import StoreSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase

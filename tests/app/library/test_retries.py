@@ -2,7 +2,7 @@
 
 import threading
 
-from kvweave.app.library.retries import Retries
+from kvweave.app.library.library_kv import Retries
 from kvweave.errors import CorpusError
 from worlds.extras import wait_until
 

@@ -85,8 +85,8 @@ def test_the_figure_is_what_the_audit_would_find(filled: KbServer) -> None:
     """Against full prefill's own answer, computed by another road: forced upon the library."""
     import torch
 
-    from kvweave.app.answer.comparison import WATCHED, measure_quality
     from kvweave.app.libraries.libraries import LibraryKey
+    from kvweave.app.libraries.quality_view import WATCHED, measure_quality
 
     def watched(reuse: str, forced: tuple[int, ...] = ()) -> Any:
         place = LibraryKey("", "compared")

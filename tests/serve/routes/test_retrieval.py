@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvweave.app.answer.nothing_found import NOTHING_TEXT
+from kvweave.app.answer.submitting import NOTHING_TEXT
 from worlds.serving import KbServer, user
 
 DRAIN = {"title": "Drain", "text": "The drain of node nine: cordon it, evict its pods.", "key": "d"}

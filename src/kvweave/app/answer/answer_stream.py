@@ -10,9 +10,14 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kvweave.app.answer.guessing import SpeculationRecord
-from kvweave.app.answer.notes import AnswerNotes, AnswerTrace, UpstreamNote
-from kvweave.app.answer.sources import AnswerSource, sources_of
-from kvweave.app.audit.figures import AuditNote
+from kvweave.app.answer.notes import (
+    AnswerNotes,
+    AnswerSource,
+    AnswerTrace,
+    UpstreamNote,
+    sources_of,
+)
+from kvweave.app.audit.audit_log import AuditNote
 from kvweave.engine.request import Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord

@@ -1,20 +1,24 @@
 """From a question to the answer in the making, whatever computes it. See stages.py."""
 
-from typing import Generic
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.asking import Asker
-from kvweave.app.answer.citations import CitedAnswer
+from kvweave.app.answer.conversations import conversation_name
+from kvweave.app.answer.notes import RetrievedChunk
 from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
-from kvweave.app.answer.sources import RetrievedChunk
-from kvweave.app.answer.speculation import Speculation
+from kvweave.app.answer.searching import Speculation
 from kvweave.app.answer.stages import Asked, Found, LaidOut, P, R, Submitted, Target
 from kvweave.app.answer.submitting import lay_out, submit
-from kvweave.app.answer.tool_answer import ToolAnswer
+from kvweave.app.answer.wrapped_answers import CitedAnswer, ToolAnswer, tool_sampling
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import SearchOptions
+from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
+from kvweave.text.prompt import past_messages
 from kvweave.types import Hit
 
 
@@ -75,3 +79,84 @@ def _mark(asked: Asked, submitted: Submitted) -> PieceStream:
     if question.cite:
         answer = CitedAnswer(answer, [chunk.text for chunk in submitted.notes.retrieved])
     return answer
+
+
+HISTORY_SHARE = 2  # a part of the context: more is not taken by chunks of earlier turns
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Takes questions in. Any thread."""
+
+    target: Target[Any, Any]
+    settings: AnswerSettings
+    kb: KnowledgeBase | None
+
+    def take_in(self, question: Question, called_s: float) -> Asked:
+        """Fill in what a question leaves open. A follow-up is rewritten by the model where that is
+        asked for. Raises RequestError and ConfigError."""
+        is_searched = question.documents is None and self.kb is not None
+        filled = self._fill_in(question)
+        self.target.check(filled)
+        if filled.rewrite and filled.history and is_searched:
+            messages = rewriting_messages(filled.question, filled.history)
+            query = read_rewritten(self.target.say(messages, SAMPLING, filled.tenant))
+            filled = replace(filled, query=query)
+        past = past_messages(filled.history)
+        name = conversation_name(filled, past, is_searched=self.kb is not None)
+        most = self.target.max_context
+        recall = partial(
+            self.settings.conversations.talk,
+            *(filled.tenant, name, past),
+            most_tokens=None if most is None else most // HISTORY_SHARE,
+        )
+        turn = self.target.open_turn(filled, recall)
+        is_usual = question.reuse is None and question.ratio is None
+        return Asked(filled, called_s, turn, is_searched, is_usual)
+
+    def _fill_in(self, question: Question) -> Question:
+        settings = self.settings
+        sampling = question.sampling or self.target.sampling.sampling()
+        kb_order = None if self.kb is None else self.kb.settings.order
+        return replace(
+            question.filled(settings.usual, kb_order),
+            sampling=tool_sampling(sampling, question.tool_use),
+            tenant=question.tenant or settings.tenant,
+            system=settings.system if question.system is None else question.system,
+        )
+
+
+MOST_MESSAGES = 6  # of the history, the last ones
+MOST_CHARS = 1000  # of one message
+LONGEST_QUERY = 400  # characters: what is longer is no question
+SAMPLING = Sampling(max_tokens=64, stop=("\n\n",))  # the likeliest words
+ASKED = (
+    "Below is a conversation and its last question. Write that question so that it can be "
+    "understood without the conversation: put the names of things in place of words like it, that "
+    "or they. Write the question alone and do not answer it."
+)
+
+
+def rewriting_messages(question: str, history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """What the model is asked, as messages of a chat."""
+    said = [
+        f"{message.get('role')}: {_short(str(message.get('content')))}"
+        for message in history[-MOST_MESSAGES:]
+        if message.get("content")  # calls of tools are no words
+    ]
+    content = "\n".join(
+        [ASKED, "", "Conversation:", *said, "", f"Last question: {_short(question)}", "Question:"]
+    )
+    return [{"role": "user", "content": content}]
+
+
+def read_rewritten(text: str) -> str | None:
+    """The query in a model's reply; None: it gave none."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    query = lines[0].removeprefix("Question:").strip().strip('"') if lines else ""
+    return query if 0 < len(query) <= LONGEST_QUERY else None
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} …"

@@ -1,96 +1,134 @@
 """What earlier turns of a conversation brought, so that a later turn does not bring it again.
 
-A client sends what was said, not the chunks that stood in front of it. This store remembers them,
-puts them back into the history of the next prompt, in the very place and with the very ids they
-had, and leaves out of the new turn what the history holds. A message that the client cut takes its
-chunks with it: they are sent again when they are wanted again. So every chunk that was retrieved is
-in the prompt. A chunk whose document was deleted since stands in no history any more.
+A client sends what was said, not the chunks that stood in front of it. They are remembered here and
+put back into the history of the next prompt, in the very place and with the very ids they had; a
+new turn leaves out what the history holds. A message that the client cut takes its chunks with it:
+they are sent again when they are wanted again. So every chunk that was retrieved is in the prompt.
+A chunk whose document was deleted since stands in no history any more.
 
-A conversation has a name, or is recognised by what was said in it (recognised.py).
+A conversation has a name, or is recognised by what its user said so far. A chat client sends the
+whole conversation with every question. A turn is kept under the digest of all that its user had
+said by then, so the next request finds it by the messages it brings, and the prompt goes on from
+the one that was sent. What the assistant said does not count: clients trim it.
+
+The same words in the same knowledge base find the same chunks, whoever says them. A filter may be
+what keeps people apart, and what it lets through may change, so questions with one are not
+recognised at all. Which prompt is laid out depends on messages and chunks alone, never on prices or
+on what else runs: the same request gets the same prompt twice.
 """
 
+import hashlib
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-from kvweave.app.answer.recognised import RecognisedTurns, SaidBefore
-from kvweave.app.answer.talk import Talk, digest_of, never_gone
+from kvweave.app.answer.question import Question
 from kvweave.app.library.kv_maker import IsGone
 from kvweave.corpus.chunker import make_chunk_id
-from kvweave.kv.tree.node import ChunkRef
 from kvweave.text.prompt import PastMessage
 from kvweave.types import ChunkId
 
 MAX_CONVERSATIONS = 10_000
 MAX_TOKENS = 8_000_000  # of all chunks remembered, 4 bytes each
 
-
-class TurnChunks(NamedTuple):
-    """The chunks of a turn: what to send, and what the history has."""
-
-    new: tuple[ChunkRef, ...]  # to be sent, in the given order, each once
-    in_history: tuple[ChunkRef, ...]  # a message of the history has them
+ChunkIds = tuple[int, ...]
+Remember = Callable[[str, Sequence[ChunkIds], int], None]  # a question, its chunks, when found
 
 
-class ChunkMap:
-    """Which chunks stand in which message of which conversation. Not thread-safe.
+def never_gone(chunk_id: ChunkId, as_of: int) -> bool:
+    return False
 
-    Conversations are kept up to a number; one that was forgotten sends its chunks again.
+
+class Talk:
+    """One request of a conversation: its history with chunks in it, and what it need not bring.
+
+    For the thread that serves the request; what it reads was true when it was made.
     """
 
-    def __init__(self, max_conversations: int = 10_000) -> None:
-        self._max = max_conversations
-        self._places: OrderedDict[str, dict[ChunkId, str]] = OrderedDict()
+    def __init__(
+        self,
+        messages: tuple[PastMessage, ...],
+        remember: Remember | None = None,
+        plain: "Talk | None" = None,
+    ) -> None:
+        """`plain` has no chunks in its history and may be taken instead; None: it may not."""
+        self.messages = messages
+        self.plain = plain
+        self._remember = remember
+        self._in_history = {ids for message in messages for ids in message.chunks}
 
-    def part(
-        self, conversation: str, history: Collection[str], chunks: Sequence[ChunkRef]
-    ) -> TurnChunks:
-        """Part a turn's chunks. `history`: keys of the messages this prompt has before the turn.
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether chunks stand in the history, and stay there whatever this turn finds."""
+        return self.plain is None and bool(self._in_history)
 
-        A key names a message and its content (a hash of it will do): an edited message is another.
-        A copy whose message is gone does not count. An empty conversation name stands for none.
-        """
-        places = self._places.get(conversation, {}) if conversation else {}
-        kept = set(history)
-        new: dict[ChunkId, ChunkRef] = {}
-        old: dict[ChunkId, ChunkRef] = {}
-        for chunk in chunks:
-            (old if places.get(chunk.id) in kept else new).setdefault(chunk.id, chunk)
-        return TurnChunks(tuple(new.values()), tuple(old.values()))
+    def find_in_history(self, chunks: Sequence[ChunkIds]) -> list[ChunkIds]:
+        """Which of these chunks stand in the history."""
+        return [ids for ids in chunks if ids in self._in_history]
 
-    def sent(self, conversation: str, message: str, chunk_ids: Collection[ChunkId]) -> None:
-        """The turn went out: these chunks stand in this message from now on."""
-        if not conversation:
-            return
-        places = self._places.setdefault(conversation, {})
-        self._places.move_to_end(conversation)
-        for chunk_id in chunk_ids:
-            places[chunk_id] = message
-        if len(self._places) > self._max:
-            self._places.popitem(last=False)
+    def choose_history(self, chunks: Sequence[ChunkIds]) -> "Talk":
+        """Return the talk to lay out for a turn that found these chunks. Every new row looks at
+        what the history holds, so it is worth its place where at least half of what was found is
+        in it."""
+        if self.plain is None:
+            return self
+        num_held = sum(map(len, self.find_in_history(chunks)))
+        return self if 2 * num_held >= max(1, sum(map(len, chunks))) else self.plain
 
-    def forget(self, conversation: str) -> None:
-        """The conversation is over."""
-        self._places.pop(conversation, None)
+    def remember(self, question: str, chunks: Sequence[ChunkIds], as_of: int = 0) -> None:
+        """Remember that a turn went out: these chunks, found then, stood in front of this question,
+        in this order."""
+        if self._remember is not None:
+            self._remember(question, chunks, as_of)
 
-    def __len__(self) -> int:
-        return len(self._places)
+
+class SaidBefore(NamedTuple):
+    """Stands for the name of a conversation: digests of what its user had said after each of the
+    messages, beginning with how chunks are searched for."""
+
+    digests: tuple[bytes, ...]
+
+    @classmethod
+    def from_history(cls, question: Question, past: Sequence[PastMessage]) -> "SaidBefore":
+        how = (question.search, question.num_chunks, question.rewrite)
+        digests = [digest_of(repr(how))]
+        for message in past:
+            if message.role == "user":
+                digests.append(_digest_behind(digests[-1], message.content))
+        return cls(tuple(digests))
+
+
+def conversation_name(
+    question: Question, past: Sequence[PastMessage], *, is_searched: bool
+) -> str | SaidBefore | None:
+    """How the conversation of a question is known; None: it is not remembered. A question with
+    documents of its own decides itself what stands in front of what."""
+    if question.conversation_id is not None:
+        return question.conversation_id
+    finds = is_searched and question.documents is None and not question.filter
+    return SaidBefore.from_history(question, past) if question.recognise and finds else None
 
 
 class _Turn(NamedTuple):
     """A user's message that went out, and the chunks in front of it."""
 
-    number: str  # names it within its conversation
-    digest: bytes  # of what the user wrote
+    digest: bytes  # of what the user wrote, or had written by then
     chunks: "tuple[array[int], ...]"
     as_of: int = 0  # when they were found, see engine/tombstones.py
+    is_plain: bool = False  # no chunks of earlier turns stood in its prompt
 
-    def without(self, is_gone: IsGone) -> "_Turn":
-        """The same, less the chunks that were deleted since."""
+    @classmethod
+    def from_ids(
+        cls, digest: bytes, chunks: Sequence[ChunkIds], as_of: int, *, is_plain: bool = False
+    ) -> "_Turn":
+        return cls(digest, tuple(array("i", ids) for ids in chunks), as_of, is_plain)
+
+    def drop_deleted(self, is_gone: IsGone) -> "_Turn":
+        """This turn less the chunks that were deleted since."""
         left = tuple(ids for ids in self.chunks if not is_gone(make_chunk_id(ids), self.as_of))
         return self if len(left) == len(self.chunks) else self._replace(chunks=left)
 
@@ -100,35 +138,61 @@ class _Turn(NamedTuple):
 
 
 class _ConversationKey(NamedTuple):
-    """Where a conversation is known."""
+    """Where a conversation is known, or a turn without a name for it."""
 
     tenant: str
     scope: str
-    name: str
+    name: str | bytes
 
-    def __str__(self) -> str:
-        """For those that know keys as text: no part can reach into another."""
-        return "".join(f"{len(part)}:{part}" for part in self)
+
+K = TypeVar("K")
+
+
+class _TurnStore(Generic[K]):
+    """Turns by some key, the least recently used forgotten first. Its owner holds a lock."""
+
+    def __init__(self, most: int, most_tokens: int) -> None:
+        self._most = most
+        self._most_tokens = most_tokens
+        self._turns: OrderedDict[K, tuple[_Turn, ...]] = OrderedDict()
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def get(self, key: K, *, touch: bool = False) -> tuple[_Turn, ...]:
+        """Return the turns of a key; with `touch` it counts as used."""
+        if touch and key in self._turns:
+            self._turns.move_to_end(key)
+        return self._turns.get(key, ())
+
+    def put(self, key: K, turns: tuple[_Turn, ...]) -> None:
+        """Keep these turns in place of those that the key had."""
+        self._drop(key)
+        self._turns[key] = turns
+        self._num_tokens += sum(turn.num_tokens for turn in turns)
+        while len(self._turns) > self._most or (
+            self._num_tokens > self._most_tokens and len(self._turns) > 1
+        ):
+            self._drop(next(iter(self._turns)))
+
+    def _drop(self, key: K) -> None:
+        self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
 
 
 class Conversations:
-    """Conversations by tenant and name, the least recently used forgotten first; those without a
-    name are remembered apart, so that single questions push none of these out. Thread-safe."""
+    """Conversations by tenant and name, and apart from them the turns of those without a name, so
+    that single questions push no named ones out. Thread-safe."""
 
     def __init__(
         self, max_conversations: int = MAX_CONVERSATIONS, max_tokens: int = MAX_TOKENS
     ) -> None:
-        self._max = max_conversations
-        self._max_tokens = max_tokens
         self._lock = threading.Lock()
-        self._turns: OrderedDict[_ConversationKey, tuple[_Turn, ...]] = OrderedDict()
-        self._places = ChunkMap(max_conversations)
-        self._num_tokens = 0
-        self._next = 0
-        self.recognised = RecognisedTurns(max_conversations, max_tokens)
+        self._named: _TurnStore[_ConversationKey] = _TurnStore(max_conversations, max_tokens)
+        self.recognised: _TurnStore[_ConversationKey] = _TurnStore(max_conversations, max_tokens)
 
     def __len__(self) -> int:
-        return len(self._turns)
+        return len(self._named)
 
     def talk(
         self,
@@ -139,78 +203,72 @@ class Conversations:
         most_tokens: int | None = None,
         scope: str = "",
     ) -> Talk:
-        """The next request of a conversation whose messages so far are `past`. None has no name:
-        nothing is remembered. Where its chunks have more than `most_tokens`, those of the oldest
-        turns are given up until half of that is left: rarely, because what stands behind them must
-        be computed again."""
+        """Recall the conversation whose messages so far are `past`. None has no name: nothing is
+        remembered. Where the chunks of a named one have more than `most_tokens`, those of the
+        oldest turns are given up until half of that is left: rarely, because what stands behind
+        them must be computed again. One that is recognised has no chunks then."""
         if not name:
             return Talk(tuple(past))
         if isinstance(name, SaidBefore):
-            return self.recognised.talk((tenant, scope), name, past, is_gone, most_tokens)
+            return self._recognise(tenant, scope, name, past, is_gone, most_tokens)
         key = _ConversationKey(tenant, scope, name)
         with self._lock:
-            known = self._turns.get(key, ())
-        aligned = _aligned(known, past)
-        found = {place: turn.without(is_gone) for place, turn in aligned.items()}
-        _give_up_oldest(found, most_tokens)
-        messages = tuple(
-            replace(message, chunks=tuple(map(tuple, found[place].chunks)))
-            if place in found
-            else message
-            for place, message in enumerate(past)
-        )
-        turns = [found[place] for place in sorted(found)]
-        return Talk(messages, partial(self.held, key, turns), partial(self.add, key, turns))
+            known = self._named.get(key)
+        turns = {place: turn.drop_deleted(is_gone) for place, turn in _align(known, past).items()}
+        _give_up_oldest(turns, most_tokens)
+        kept = tuple(turns[place] for place in sorted(turns))
+        return Talk(_with_chunks(past, turns), partial(self._add_named, key, kept))
 
     def part(self, scope: str) -> "ConversationScope":
         """Conversations of one knowledge base among many: those of others are unknown there."""
         return ConversationScope(self, scope)
 
-    def held(
-        self, key: "_ConversationKey", turns: Sequence[_Turn], chunks: Sequence[tuple[int, ...]]
-    ) -> list[tuple[int, ...]]:
-        """Chunks that stand in front of one of these turns."""
-        refs = [ChunkRef(make_chunk_id(ids), len(ids)) for ids in chunks]
-        with self._lock:
-            parted = self._places.part(str(key), [turn.number for turn in turns], refs)
-        names = {chunk.id for chunk in parted.in_history}
-        names &= {make_chunk_id(ids) for turn in turns for ids in turn.chunks}  # not deleted since
-        return [ids for ids, ref in zip(chunks, refs, strict=True) if ref.id in names]
-
-    def add(
+    def _add_named(
         self,
-        key: "_ConversationKey",
-        turns: Sequence[_Turn],
+        key: _ConversationKey,
+        turns: tuple[_Turn, ...],
         question: str,
-        chunks: Sequence[tuple[int, ...]],
-        as_of: int = 0,
+        chunks: Sequence[ChunkIds],
+        as_of: int,
     ) -> None:
-        """A turn went out behind these. What stood elsewhere in the conversation was cut or edited
-        away."""
+        """Keep a turn that went out behind these. What stood elsewhere in the conversation was cut
+        or edited away."""
         with self._lock:
-            self._next += 1
-            turn = _Turn(
-                str(self._next),
-                digest_of(question),
-                tuple(array("i", ids) for ids in chunks),
-                as_of,
-            )
-            self._drop(key)
-            self._turns[key] = (*turns, turn)
-            self._num_tokens += sum(t.num_tokens for t in self._turns[key])
-            for each in self._turns[key]:
-                self._places.sent(
-                    str(key), each.number, [make_chunk_id(ids) for ids in each.chunks]
-                )
-            while len(self._turns) > self._max or (
-                self._num_tokens > self._max_tokens and len(self._turns) > 1
-            ):
-                oldest = next(iter(self._turns))
-                self._drop(oldest)
-                self._places.forget(str(oldest))
+            self._named.put(key, (*turns, _Turn.from_ids(digest_of(question), chunks, as_of)))
 
-    def _drop(self, key: "_ConversationKey") -> None:
-        self._num_tokens -= sum(turn.num_tokens for turn in self._turns.pop(key, ()))
+    def _recognise(
+        self,
+        tenant: str,
+        scope: str,
+        said: SaidBefore,
+        past: Sequence[PastMessage],
+        is_gone: IsGone,
+        most_tokens: int | None,
+    ) -> Talk:
+        key = partial(_ConversationKey, tenant, scope)
+        last = said.digests[-1]
+
+        def add(is_plain: bool, question: str, chunks: Sequence[ChunkIds], as_of: int) -> None:
+            digest = _digest_behind(last, question)
+            turn = _Turn.from_ids(digest, chunks, as_of, is_plain=is_plain)
+            with self._lock:
+                self.recognised.put(key(digest), (turn,))
+
+        plain = Talk(tuple(past), partial(add, True))
+        users = [place for place, message in enumerate(past) if message.role == "user"]
+        turns: dict[int, _Turn] = {}
+        for place, digest in zip(reversed(users), reversed(said.digests), strict=False):
+            with self._lock:
+                turn = next(iter(self.recognised.get(key(digest), touch=True)), None)
+            if turn is None:
+                break
+            turns[place] = turn.drop_deleted(is_gone)
+            if turn.is_plain:
+                break
+        num_tokens = sum(turn.num_tokens for turn in turns.values())
+        if not num_tokens or (most_tokens is not None and num_tokens > most_tokens):
+            return plain
+        return Talk(_with_chunks(past, turns), partial(add, False), plain)
 
 
 class ConversationScope(NamedTuple):
@@ -227,13 +285,33 @@ class ConversationScope(NamedTuple):
         is_gone: IsGone = never_gone,
         most_tokens: int | None = None,
     ) -> Talk:
-        """As `Conversations.talk`."""
+        """Recall a conversation of this scope, see `Conversations.talk`."""
         return self.whole.talk(tenant, name, past, is_gone, most_tokens, self.scope)
 
 
-def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:
-    """Which message of the history is which turn, by what was said, latest first: clients cut from
-    the front, and "go on" may have been said more than once."""
+def digest_of(said: str) -> bytes:
+    return hashlib.blake2b(said.strip().encode("utf-8", "replace"), digest_size=16).digest()
+
+
+def _digest_behind(before: bytes, question: str) -> bytes:
+    return digest_of(before.hex() + digest_of(question).hex())
+
+
+def _with_chunks(
+    past: Sequence[PastMessage], turns: Mapping[int, _Turn]
+) -> tuple[PastMessage, ...]:
+    """Messages with the chunks of the turns that they are, by place."""
+    return tuple(
+        replace(message, chunks=tuple(map(tuple, turns[place].chunks)))
+        if place in turns
+        else message
+        for place, message in enumerate(past)
+    )
+
+
+def _align(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _Turn]:
+    """Find which message of the history is which turn, by what was said, latest first: clients cut
+    from the front, and "go on" may have been said more than once."""
     found: dict[int, _Turn] = {}
     left = list(turns)
     for place in reversed(range(len(past))):
@@ -247,13 +325,13 @@ def _aligned(turns: Sequence[_Turn], past: Sequence[PastMessage]) -> dict[int, _
     return found
 
 
-def _give_up_oldest(found: dict[int, _Turn], most_tokens: int | None) -> None:
+def _give_up_oldest(turns: dict[int, _Turn], most_tokens: int | None) -> None:
     """Take the chunks of the oldest turns away where all of them have too many tokens."""
-    left = sum(turn.num_tokens for turn in found.values())
+    left = sum(turn.num_tokens for turn in turns.values())
     if most_tokens is None or left <= most_tokens:
         return
-    for place in sorted(found):
+    for place in sorted(turns):
         if left <= most_tokens // 2:
             break
-        left -= found[place].num_tokens
-        found[place] = found[place]._replace(chunks=())
+        left -= turns[place].num_tokens
+        turns[place] = turns[place]._replace(chunks=())

@@ -1,16 +1,17 @@
 """The engine of this process as a target: prompts in, tokens out."""
 
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvweave.app.answer.answer_stream import AnswerStream
+from kvweave.app.answer.guessing import GuessFigures, PrefillPace
 from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.question import KVTransfer, PlainOptions, Question
 from kvweave.app.answer.router import Router
-from kvweave.app.answer.search_pace import PrefillPace
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.answer.stages import (
     Asked,
@@ -21,8 +22,7 @@ from kvweave.app.answer.stages import (
     Submitted,
     TurnOpening,
 )
-from kvweave.app.answer.token_stream import TokenStream
-from kvweave.app.answer.tool_answer import tool_sampling
+from kvweave.app.answer.wrapped_answers import tool_sampling
 from kvweave.app.audit.audit_log import open_log
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
@@ -30,9 +30,9 @@ from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.document_memory import DocumentMemory
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
-from kvweave.app.library.runtime import ModelRuntime
+from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
-from kvweave.engine.sampling import Sampling
+from kvweave.engine.sampling import Choice, Sampling
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import JsonGrammars
 from kvweave.text.prompt import Prompt, chat_prompt, lay_out, refuse_long, split_template
@@ -40,6 +40,91 @@ from kvweave.types import ChunkId
 
 GUESSES_ON_CPU = 1  # whose cores are all busy with one
 GUESSES_ON_DEVICE = 4  # which takes several at once
+
+
+class TokenStream(Iterator[Choice]):
+    """The tokens of an answer. One thread iterates; any may `close`, which ends the work between
+    two steps of the engine, whether its prompt waits, loads or is being computed."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        request: EngineRequest,
+        listeners: tuple[Callable[[Ticket], None], ...] = (),
+        *,
+        is_held: bool = False,
+    ) -> None:
+        """Submitted when the first token is asked for; one that is held is submitted now, and hands
+        nothing out before it is released. `listeners` hear of its ticket with the first token."""
+        self._client = client
+        self._request = request
+        self._listeners = listeners
+        self._counted = client.answers.one()
+        self._lock = threading.Lock()  # guards the next two
+        self._ticket: Ticket | None = None
+        self._closed = False
+        if is_held:
+            self.begin(is_held=True)
+
+    def begin(self, *, is_held: bool = False) -> Ticket | None:
+        """Submit it, if that was not done. None: it was closed before."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._ticket is None:
+                self._ticket = self._client.engine.submit(self._request, held=is_held)
+                self._counted.__enter__()
+            return self._ticket
+
+    def __next__(self) -> Choice:
+        ticket = self.begin()
+        if ticket is None:
+            raise StopIteration
+        try:
+            choice = next(ticket)
+            listeners, self._listeners = self._listeners, ()
+            for hear in listeners:
+                hear(ticket)
+            return choice
+        except BaseException:  # it is over, or one that heard of it failed
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """No more of it is wanted. Any thread; harmless the second time."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            ticket = self._ticket
+        if ticket is not None:
+            ticket.cancel()
+            self._counted.__exit__(None, None, None)
+
+    # ── as a guess ───────────────────────────────────────────────────────────
+
+    @property
+    def is_done(self) -> bool:
+        return self._ticket is not None and self._ticket.is_done
+
+    def cancel(self) -> None:
+        self.close()
+
+    def release(self) -> None:
+        if self._ticket is not None:
+            self._ticket.release()
+
+    @property
+    def figures(self) -> GuessFigures:
+        if self._ticket is None:
+            return GuessFigures()
+        line = self._ticket.timeline
+        return GuessFigures(
+            line.saved_tokens, line.wasted_tokens, line.prefilled_s, line.finished_s
+        )
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class EngineTarget:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_args
 
 from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.guessing import Paces
 from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
-from kvweave.app.answer.search_pace import Paces
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.app.library.library_kv import CODEC

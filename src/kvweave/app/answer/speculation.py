@@ -11,10 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvweave.app.answer.guessing import Speculator, retrieve
+from kvweave.app.answer.guessing import MAX_STAGES, Speculator, retrieve
 from kvweave.app.answer.notes import SEARCH, AnswerEvent
 from kvweave.app.answer.question import SpeculationMode
-from kvweave.app.answer.search_pace import MAX_STAGES
 from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
 from kvweave.app.answer.stages import Asked, Found, Submitted, Target
 from kvweave.app.answer.submitting import submit

@@ -5,10 +5,12 @@ earlier turns that nobody asked for take no room from the answer.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 
+from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.conversations import Talk
 from kvweave.app.answer.notes import AnswerEvent, AnswerNotes
-from kvweave.app.answer.nothing_found import say_nothing_found
 from kvweave.app.answer.settings import AnswerSettings, ChunkUses
 from kvweave.app.answer.stages import (
     Asked,
@@ -21,7 +23,6 @@ from kvweave.app.answer.stages import (
     Submitted,
     Target,
 )
-from kvweave.app.answer.talk import Talk
 
 
 def submit(
@@ -36,7 +37,7 @@ def submit(
 
 def lay_out(asked: Asked, found: Found, target: Target[P, R]) -> LaidOut[P]:
     """Lay out the prompt of a turn that found these chunks."""
-    laid = _lay_out(asked, found, asked.turn.talk.bringing(_ids(found)), target)
+    laid = _lay_out(asked, found, asked.turn.talk.choose_history(_ids(found)), target)
     plain = laid.talk.plain
     if plain is None or target.has_room(laid.prompt, asked.question.drawn.max_tokens):
         return laid
@@ -45,7 +46,7 @@ def lay_out(asked: Asked, found: Found, target: Target[P, R]) -> LaidOut[P]:
 
 def _lay_out(asked: Asked, found: Found, talk: Talk, target: Target[P, R]) -> LaidOut[P]:
     began_s, chunks = time.perf_counter(), _ids(found)
-    held = talk.held(chunks)
+    held = talk.find_in_history(chunks)
     new = tuple(ids for ids in chunks if ids not in held)
     words = PromptWords(asked, found, talk.messages, new, tuple(held))
     return LaidOut(words, talk, target.make_prompt(words), began_s)
@@ -81,4 +82,67 @@ def _remember(laid: LaidOut[P], planned: Planned[P, R], uses: ChunkUses, _: obje
     planned.notes.keep_guesses()
     asked, found = laid.words.asked, laid.words.found
     uses.saw([chunk.id for chunk in found.chunks if chunk.id is not None])
-    laid.talk.sent(asked.question.question, planned.prompt.chunks, asked.turn.as_of)
+    laid.talk.remember(asked.question.question, planned.prompt.chunks, asked.turn.as_of)
+
+
+NOTHING_TEXT = "Nothing about this was found in the knowledge base."
+
+
+class SaidAnswer:
+    """A `PieceStream` of one piece that is known from the start."""
+
+    def __init__(self, text: str, called_s: float, query: str | None = None) -> None:
+        """`called_s` is when the caller asked, by time.perf_counter; `query` what was searched for,
+        where that is not the question itself."""
+        self.answer: Answer | None = None
+        self._text = text
+        self._called_s = called_s
+        self._query = query
+        self._is_aborted = False
+        self._on_close: Callable[[], None] | None = None
+        self._pieces = self._make()
+
+    def __iter__(self) -> Iterator[Piece]:
+        return self._pieces
+
+    def finish(self) -> Answer:
+        for _ in self._pieces:
+            pass
+        assert self.answer is not None, "an answer was closed before it was finished"
+        return self.answer
+
+    def take_whole(self) -> None:
+        """There is nothing to begin again."""
+
+    def close(self) -> None:
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        self._on_close = call
+
+    def _make(self) -> Iterator[Piece]:
+        if self._is_aborted:
+            return
+        yield Piece(self._text)
+        taken_ms = (time.perf_counter() - self._called_s) * 1e3
+        self.answer = Answer(
+            text=self._text,
+            finish_reason="stop",
+            prompt_tokens=0,
+            completion_tokens=0,
+            ttft_ms=taken_ms,
+            total_ms=taken_ms,
+            nothing_found=True,
+            query=self._query,
+        )
+
+
+def say_nothing_found(asked: Asked, text: str | None) -> Submitted:
+    """Answer a question that nothing was found for, in `text` or in the usual words."""
+    said = SaidAnswer(text or NOTHING_TEXT, asked.called_s, asked.question.query)
+    return Submitted(said, AnswerNotes())

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvweave.app.audit.audit_log import AuditLog
-from kvweave.app.audit.figures import AuditNote
+from kvweave.app.audit.audit_log import AuditLog, AuditNote
 from kvweave.app.library.runtime import EngineClient
 from kvweave.calibrate.trials import judge
 from kvweave.config import QualitySettings

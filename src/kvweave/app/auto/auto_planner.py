@@ -8,6 +8,7 @@ gone; the engine takes what is there and computes the rest.
 """
 
 import logging
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,11 +21,9 @@ from kvweave.app.auto.facts import (
     fusing_strategies,
     strategy_info,
 )
-from kvweave.app.auto.lessons import Lessons
+from kvweave.app.auto.lessons import Lessons, TierProbes
 from kvweave.app.auto.measurements import Measurements
-from kvweave.app.auto.path_feeder import PathFeeder
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
-from kvweave.app.auto.tier_probes import TierProbes
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.calibrate.gate import Table
 from kvweave.corpus.chunker import make_chunk_id
@@ -32,6 +31,7 @@ from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
 from kvweave.engine.sampling import Sampling
+from kvweave.errors import EngineClosed
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
@@ -48,6 +48,7 @@ from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
 
 log = logging.getLogger(__name__)
+MOST_FED_PATHS = 4  # paths that wait for idle time; more are left for the next time they are seen
 
 
 class PromptPlan(NamedTuple):
@@ -222,6 +223,36 @@ class AutoPlanner:
         if plan.strategy is not None:
             return self._strategies[plan.strategy]
         return open_strategy(plan.chosen.name, self._facts)
+
+
+class PathFeeder:
+    """Has paths that come back computed exactly in idle time, so that the next request finds them
+    in the knowledge tree. Any thread; nothing here waits. What is under way ends with the engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._under_way: dict[tuple[tuple[int, ...], ...], Ticket] = {}
+
+    def feed(self, prompt: Prompt, num_parts: int) -> bool:
+        """Have the first so many parts of a prompt computed, history first. False: they are under
+        way already, or too many are."""
+        history = prompt.history[:num_parts]
+        chunks = prompt.chunks[: num_parts - len(history)]
+        parts = (prompt.preamble, *history, *chunks)
+        # a request needs something to compute: the first token of the question, which is not kept
+        begun = replace(prompt, history=history, chunks=chunks, question=prompt.question[:1])
+        request = exact_request(begun, Sampling(max_tokens=1), (), use_tree=True)
+        with self._lock:
+            self._under_way = {k: t for k, t in self._under_way.items() if not t.is_done}
+            if parts in self._under_way or len(self._under_way) >= MOST_FED_PATHS:
+                return False
+            try:
+                self._under_way[parts] = self._engine.submit(replace(request, background=True))
+            except EngineClosed:
+                return False
+            return True
 
 
 def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:

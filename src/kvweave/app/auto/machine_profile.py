@@ -3,7 +3,7 @@
     <home>/profiles/machine-<decoder>-<device>.json
 
 Measured before a server with knowledge bases is ready, with the first question that asks for
-`reuse="auto"`, by `kvweave measure`, in seconds, or in idle time (`idle_measurement.py`). Every
+`reuse="auto"`, by `kvweave measure`, in seconds, or in idle time (`measurements.py`). Every
 answer moves it (`lessons.py`), so that what was measured on a busy machine does not stay wrong.
 """
 
@@ -121,7 +121,7 @@ def _is_newer(path: Path, profile: MachineProfile) -> bool:
 
 class Measurement:
     """Prefill, recomputation, decoding of chunk KV and host memory, run by run. Tiers are measured
-    when they are first met, with a chunk that they hold: see tier_probes.py.
+    when they are first met, with a chunk that they hold: see lessons.py.
 
     Runs the decoder: for the thread that owns it.
     """

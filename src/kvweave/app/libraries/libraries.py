@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
+from kvweave.app.answer.guessing import Paces, PrefillPace, SearchPace
 from kvweave.app.answer.question import QuestionDefaults, check_order
-from kvweave.app.answer.search_pace import Paces, PrefillPace, SearchPace
 from kvweave.app.answer.settings import AnswerSettings, ChunkUses, SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream

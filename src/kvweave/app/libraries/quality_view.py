@@ -1,20 +1,25 @@
 """What is known of the quality of reuse with one model: ratio curves, what the gate lets through,
-what the audit found."""
+what the audit found, and how far one answer is from full prefill."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+from kvweave.app.answer.answer_stream import WatchedTokens
 from kvweave.app.audit.audit_log import AuditedCell, GateMove
 from kvweave.app.auto.facts import CalibratedGate
 from kvweave.app.hosts import LocalModel
 from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
+from kvweave.calibrate.trials import judge
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.plan.plan import PromptShape, Verdict
 from kvweave.reasons import Reason
 
 USUAL = PromptShape(0, USUAL_CHUNKS)  # a prompt of a few chunks, without a history
+WATCHED = 16  # tokens of an answer at most: each is a float per word of the vocabulary
 
 
 class QualityPoint(NamedTuple):
@@ -118,3 +123,24 @@ def _curves(table: Table) -> Sequence[QualityCurve]:
         for strategy, found in sorted(points.items())
         if strategy != ORDER_CELL
     ]
+
+
+class MeasuredQuality(NamedTuple):
+    """One way against full prefill."""
+
+    kl: float  # nats per token, mean over the positions
+    same_first: bool  # both would begin with the same token
+    positions: int  # that were compared
+
+
+def is_comparable(full: WatchedTokens, way: WatchedTokens) -> bool:
+    """Whether a way was watched over full prefill's tokens: it gave the same ones, or had to."""
+    return len(full.token_ids) > 0 and way.token_ids == full.token_ids
+
+
+def measure_quality(full: WatchedTokens, way: WatchedTokens) -> MeasuredQuality:
+    """Of a way that `is_comparable`."""
+    assert is_comparable(full, way), "both are watched over the same tokens"
+    exact, other = torch.stack(full.distributions), torch.stack(way.distributions)
+    score = judge(exact, other, full.token_ids)
+    return MeasuredQuality(score.kl_mean, not score.first_flips, len(full.token_ids))

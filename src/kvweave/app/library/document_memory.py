@@ -7,10 +7,9 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
+from kvweave.app.library.kv_behind import ChunkPromotion, KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
-from kvweave.app.library.promotion import ChunkPromotion
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.config import StoreSettings
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder

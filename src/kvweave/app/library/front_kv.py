@@ -4,7 +4,7 @@ A chunk that stands first in a prompt is exact there with its isolated KV, and n
 recomputed. Which chunk a question will find first is not known before, so every chunk of a
 knowledge base gets such a copy, most asked for first, while nothing else is to be done. A copy that
 is not there yet costs no answer its exactness: the chunk is computed with the prompt
-(`promotion.py` stores it then).
+(`kv_behind.py` stores it then).
 
 They are a second copy of everything, so they leave as much room as the first ones take, and when a
 knowledge base has grown into that room they give way, the last made first: those are asked for

@@ -1,7 +1,7 @@
 """Makes chunk KV in the background: one thread for all that a knowledge base, or the memory of
 documents, wants stored.
 
-    1  what requests brought again, and what stood in front for the first time   (`promotion.py`)
+    1  what requests brought again, and what stood in front for the first time   (`kv_behind.py`)
     2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
     3  front copies of the others, most asked for first, begun when it is quiet   (`front_kv.py`)
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from kvweave.app.library.kv_places import KVPlaces
+from kvweave.app.library.stored_kv import KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.kv.format.keys import ContextId, context_of, make_tag, tag_of
 from kvweave.kv.tiers.base import StoredObject

@@ -28,9 +28,8 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvweave.app.library.kv_places import RemovalTarget
 from kvweave.app.library.neighbours import NeighbourKeeper, open_table
-from kvweave.app.library.stored_kv import StoredKV
+from kvweave.app.library.stored_kv import RemovalTarget, StoredKV
 from kvweave.corpus.catalogue import Written
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError, CorpusFull, TierError

@@ -6,24 +6,24 @@
 
 import logging
 import sqlite3
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from kvweave.app.library.corpus_kv import CorpusKV
-from kvweave.app.library.kv_behind import KVBehind, KVByPreamble, PreambleKey
+from kvweave.app.library.kv_behind import ChunkPromotion, KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_maker import KVMaker
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import SyncJob, remove_documents
 from kvweave.app.library.library_kv import KVOptions, LibraryKV
-from kvweave.app.library.promotion import ChunkPromotion
-from kvweave.app.library.removal_watch import RemovalWatch
 from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.app.library.stored_kv import KV_FOLDER
 from kvweave.config import LibrarySettings
 from kvweave.corpus.bert_encoder import EncoderWeights
 from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.removals import RemovalReader
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import CorpusFull, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -261,3 +261,46 @@ class Library:
         except sqlite3.Error as error:  # on a thread that brings bytes, which are not to blame
             log.warning("%s: %s; chunk KV of chunks that may be gone goes", self.kb.folder, error)
             return ()
+
+
+Forget = Callable[[Collection[ChunkId] | None], object]  # None: any may have been
+
+
+class RemovalWatch:
+    """Documents that another process removed leave the memory of this one: tree, store,
+    conversations. Any thread; `close` it.
+
+    The catalogue's generation is read before every request. Where it has moved on, what went since
+    is forgotten as if it had been removed here: out of the knowledge tree, with a tombstone that
+    requests under way and conversations see (`engine/tombstones.py`), and out of the host tier.
+    Files are left to the process that removed the document, and to the next writer should that one
+    have been killed. A process that has not looked for so long that the catalogue no longer names
+    what went (`corpus/removals.py`) forgets all that it cannot find in the catalogue.
+    """
+
+    def __init__(self, catalogue: Path, uid: str, heard: dict[str, int], *forget: Forget) -> None:
+        """`uid` is that of the catalogue. `heard` has the generation up to which each one was heard
+        of; it outlives this, as do the tree and conversations: what went while the knowledge base
+        was closed is news at the first request."""
+        self._reader = RemovalReader(catalogue)
+        self._uid = uid
+        self._heard = heard
+        self._forget = forget
+        self._lock = threading.Lock()
+        self._generation = heard.setdefault(uid, self._reader.generation())
+
+    def catch_up(self) -> None:
+        """Forget what went. Microseconds if nothing did; else waits for a step of the engine, and
+        so do requests that come meanwhile."""
+        if self._reader.generation() == self._generation:
+            return
+        with self._lock:
+            removed = self._reader.since(self._generation)
+            if removed.chunk_ids is None or removed.chunk_ids:
+                for forget in self._forget:
+                    forget(removed.chunk_ids)
+            # last: a failure leaves it to the next request
+            self._generation = self._heard[self._uid] = removed.generation
+
+    def close(self) -> None:
+        self._reader.close()

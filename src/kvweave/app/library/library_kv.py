@@ -2,22 +2,21 @@
 where these are wired together.
 
     <kb>/kv/    chunk KV, how it is prepared, and who its neighbours were; may be deleted any time,
-                unless `kv_places.py` has noted there that some of it lies elsewhere
+                unless it is noted there that some of it lies elsewhere (`stored_kv.py`)
 """
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
-from kvweave.app.library.kv_places import KVPlaces
 from kvweave.app.library.kv_sync import KVSync, SyncJob
 from kvweave.app.library.neighbours import neighbours_of, open_table
-from kvweave.app.library.retries import Retries
 from kvweave.app.library.store_tiers import remote_tiers
-from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
+from kvweave.app.library.stored_kv import KV_FOLDER, KVPlaces, StoredKV
 from kvweave.calibrate.gate import (
     ELSEWHERE,
     USUAL_CHUNKS,
@@ -33,6 +32,9 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.background import BUSY_SHARE
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, run_at_once
+from kvweave.errors import ConfigError, KVWeaveError
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
+from kvweave.fuse.encode.context_room import check_room
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import (
@@ -56,12 +58,10 @@ from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
-
-
 WhyUnused = Callable[[float, int], str | None]  # of nats, and chunks of a prompt
+FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 120.0  # between two attempts: doubled with each that fails
 
 
 def _is_used(_bound: float, _num_chunks: int) -> None:
@@ -311,3 +311,44 @@ def _calibrated(
         return preparation
     say(f"neighbours:{size}, as calibrated")
     return replace(preparation, variant=Variant("neighbours", size))
+
+
+class Retries:
+    """Runs one job on its own thread while there is something to do. Any thread; `close` it."""
+
+    def __init__(self, attempt: Callable[[], bool], first_s: float = FIRST_RETRY_S) -> None:
+        """`attempt` says whether it is done for now."""
+        self._attempt = attempt
+        self._first_s = first_s
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """There is something to do, before long. Harmless while it is under way."""
+        with self._lock:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(target=self._run, name="retries", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Try no more; an attempt under way is waited for."""
+        self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        rest_s = self._first_s
+        while not self._closed.wait(rest_s):
+            try:
+                is_done = self._attempt()
+            except KVWeaveError as error:
+                log.warning("%s", error)
+                is_done = False
+            rest_s = min(2 * rest_s, LONGEST_RETRY_S)
+            if is_done:
+                break
+        with self._lock:
+            self._thread = None

@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Sequence
 from fastapi import APIRouter, Request, Response
 
 from kvweave.app.answer.answer_stream import WatchedTokens
-from kvweave.app.answer.comparison import WATCHED, is_comparable, measure_quality
 from kvweave.app.answer.kept_answers import KeptAnswer
 from kvweave.app.answer.question import PLAIN_REUSES
+from kvweave.app.libraries.quality_view import WATCHED, is_comparable, measure_quality
 from kvweave.app.weave import Answer
 from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.access.api_keys import tenant_of
