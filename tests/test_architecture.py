@@ -62,8 +62,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "app/audit": {"corpus", "calibrate", "plan", "engine", "app/library"},
     "app/answer": {
-        *("text", "corpus", "model/files", "kv/tree", "fuse", "fuse/selectors", "plan"),
-        *("calibrate", "engine", "app/library", "app/auto", "app/audit"),
+        *("text", "corpus", "model/files", "fuse", "fuse/selectors", "plan", "calibrate"),
+        *("engine", "app/library", "app/auto", "app/audit"),
     },
     "app/libraries": {
         *("demo", "corpus", "kv/format", "kv/tree", "fuse/encode", "ingest", "plan"),
