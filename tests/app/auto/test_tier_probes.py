@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvweave.app.auto.lessons import FIRST_REST_S, WAIT_S, TierProbes
-from kvweave.kv.inventory import OpenTier
 from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import open_tier

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from kvweave.app.answer.guessing import SpeculationLog, SpeculationRecord
 from kvweave.app.audit.audit_log import AuditNote
-from kvweave.corpus.chunker import make_chunk_id
-from kvweave.corpus.cuts import section_title
+from kvweave.corpus.chunker import make_chunk_id, section_title
 from kvweave.engine.request import RequestTimeline, Ticket
 from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.plan.plan import Decision

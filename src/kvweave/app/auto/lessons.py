@@ -10,7 +10,7 @@ from kvweave.fuse.record import JOINED, FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import Strategy
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.residency import Peek
+from kvweave.kv.lookup import Peek
 from kvweave.kv.store import KVStore
 from kvweave.kv.tree.node import DEVICE, HOST
 from kvweave.model.decoder import Decoder
