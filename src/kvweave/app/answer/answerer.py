@@ -119,7 +119,7 @@ class Asker:
         sampling = question.sampling or self.target.sampling.sampling()
         kb_order = None if self.kb is None else self.kb.settings.order
         return replace(
-            question.filled(settings.usual, kb_order),
+            question.fill_in(settings.usual, kb_order),
             sampling=tool_sampling(sampling, question.tool_use),
             tenant=question.tenant or settings.tenant,
             system=settings.system if question.system is None else question.system,
