@@ -40,7 +40,7 @@ def main() -> None:
     paragraphs, questions = read_squad(args.data, args.paragraphs, args.requests)
     config = WeaveConfig(ModelChoice(args.model, args.device))
     found: dict[str, dict[str, Any]] = {}
-    with Weave.configured(config) as base, tempfile.TemporaryDirectory() as folder:
+    with Weave.from_config(config) as base, tempfile.TemporaryDirectory() as folder:
         own = base.profile
         if own is None:
             raise SystemExit(f"{args.model} was never calibrated: there is no table to falsify")

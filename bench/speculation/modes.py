@@ -18,8 +18,8 @@ from kvweave.app.answer.engine_target import GUESSES_ON_CPU, GUESSES_ON_DEVICE, 
 from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.notes import AnswerNotes, RetrievedChunk
 from kvweave.app.answer.question import Question, SpeculationMode
+from kvweave.app.answer.searching import Searcher
 from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
-from kvweave.app.answer.searching import Speculation
 from kvweave.app.answer.stages import (
     Asked,
     LaidOut,
@@ -81,7 +81,7 @@ class Mode:
         self.max_guesses = GUESSES_ON_CPU if bench.device.type == "cpu" else GUESSES_ON_DEVICE
         settings = AnswerSettings(speculation=SpeculationConfig(name), paces=self.paces)
         kb, target = cast(KnowledgeBase, bench.kb), cast("Target[Any, Any]", self)
-        self.speculation = Speculation(kb, target, settings)
+        self.speculation = Searcher(kb, target, settings)
 
     def make_prompt(self, words: PromptWords) -> Prompt:
         return self._prompt_of(words.asked.question.question, words.found.chunks)
@@ -115,7 +115,7 @@ class Mode:
         if ticket.record is not None and not ticket.timeline.shared:
             counts = ticket.record.counts
             rows = counts["computed"] + counts["recomputed"]
-            self.paces.prefill.computed(rows, ticket.timeline.computing_s)
+            self.paces.prefill.note_prefill(rows, ticket.timeline.computing_s)
 
 
 @dataclass
@@ -163,7 +163,7 @@ class Bench:
         apart from those of the rounds before. The first question warms up."""
         by_mode = {name: Mode(name, self) for name in MODES}
         for each in learnt:
-            by_mode["auto"].paces.search.searched(each.seconds, each.lists, len(each.lists))
+            by_mode["auto"].paces.search.note_search(each.seconds, each.lists, len(each.lists))
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         again = [(r, question) for r in range(rounds) for question in questions[bool(r) :]]
         for number, (r, question) in enumerate(again):

@@ -76,7 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(folder: Path, **sampling: object) -> Weave:
     drawn = SamplingSettings(max_tokens=24, **sampling)  # type: ignore[arg-type]
-    return Weave.configured(WeaveConfig(ModelChoice(str(folder), "cpu"), sampling=drawn))
+    return Weave.from_config(WeaveConfig(ModelChoice(str(folder), "cpu"), sampling=drawn))
 
 
 def test_answers_are_drawn_as_the_model_wants_and_repeat_with_a_seed(folder: Path) -> None:

@@ -269,11 +269,11 @@ def test_memory_is_divided_and_too_little_of_it_is_said_before_loading(
     with pytest.raises(
         ConfigError, match=r"needs at least .* GB for its weights beside llama, and"
     ):
-        ModelSet.configured(config, names)
+        ModelSet.from_config(config, names)
     monkeypatch.undo()
     apart = [str(folders["tiny"]), str(folders["apart"])]
     with pytest.raises(ConfigError, match="two models have the same name: llama, llama"):
-        ModelSet.configured(config, apart)
+        ModelSet.from_config(config, apart)
 
 
 def test_a_knowledge_base_that_no_model_fits_says_so(client: OpenAI, libraries: Libraries) -> None:

@@ -171,7 +171,7 @@ class ModelHost(Protocol):
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
-        """As `LibraryHost.check_strategy`."""
+        """Raise what `LibraryHost.check_strategy` raises."""
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
@@ -187,7 +187,7 @@ class ModelHost(Protocol):
         transfer: KVTransfer | None = None,
         model: str | None = None,
     ) -> PieceStream:
-        """Those with engines here take a `transfer`; a gateway makes them."""
+        """Continue a prompt. Hosts with engines here take a `transfer`; a gateway makes them."""
         ...
 
     def over(
@@ -200,7 +200,7 @@ class ModelHost(Protocol):
         open_embedder: OpenEmbedder | None = None,
         promotion: int = ...,
     ) -> LibraryHost:
-        """The same over a knowledge base, made if it is not there. Close this one last."""
+        """Open a knowledge base over these models, made if it is not there. Close it first."""
         ...
 
     def metrics(self) -> Iterable[Metrics]:

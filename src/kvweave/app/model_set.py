@@ -58,7 +58,7 @@ class ModelSet:
         self._first = weaves[0]
 
     @classmethod
-    def configured(cls, config: WeaveConfig, models: Sequence[str]) -> "ModelSet":
+    def from_config(cls, config: WeaveConfig, models: Sequence[str]) -> "ModelSet":
         """Load `models`, the usual one first, each with its part of the memory. Raises ConfigError
         before a model for which there is not enough left."""
         share = EngineConfig().pool_share / len(models)
@@ -68,7 +68,7 @@ class ModelSet:
             for name in models:
                 choice = replace(config.model, model=name)
                 _check_memory(name, choice.quant, choice.device, [w.model_name for w in weaves])
-                weaves.append(Weave.configured(replace(config, model=choice), engine=engine))
+                weaves.append(Weave.from_config(replace(config, model=choice), engine=engine))
                 stack.callback(weaves[-1].close)
             made = cls(weaves)
             stack.pop_all()
@@ -102,8 +102,8 @@ class ModelSet:
         return "; ".join(f"{name}: {each.weights_words}" for name, each in self._weaves.items())
 
     def models_of(self, folder: Path) -> list[str]:
-        """Those that answer from a knowledge base, the usual one first: they have its tokenizer,
-        which is the usual one's where it is new."""
+        """Names of models that answer from a knowledge base, the usual one first: they have its
+        tokenizer, which is the usual one's where it is new."""
         stored = read_settings(folder)
         wanted = _fingerprint(self._first) if stored is None else stored.tokenizer
         return [name for name, each in self._weaves.items() if _fingerprint(each) == wanted]
@@ -116,7 +116,7 @@ class ModelSet:
         return self._first.system
 
     def metrics(self) -> Iterable[Metrics]:
-        """Of the usual model: series have no label for models."""
+        """Counters of the usual model: series have no label for models."""
         return self._first.metrics()
 
     def samples(self) -> Iterator[Sample]:
@@ -135,7 +135,7 @@ class ModelSet:
 
     # ── answers ──────────────────────────────────────────────────────────────
 
-    def of(self, model: str | None) -> Weave:
+    def weave_for(self, model: str | None) -> Weave:
         """None: the usual one. Raises RequestError where there is no such model."""
         if model is None:
             return self._first
@@ -150,20 +150,20 @@ class ModelSet:
         built_in: Mapping[str, Any] | None = None,
         model: str | None = None,
     ) -> Sampling:
-        return self.of(model).sampling(asked, built_in)
+        return self.weave_for(model).sampling(asked, built_in)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
-        self.of(model).check_strategy(reuse, ratio)
+        self.weave_for(model).check_strategy(reuse, ratio)
 
     def stream(self, question: str, **options: Any) -> PieceStream:
-        return self.of(options.get("model")).stream(question, **options)
+        return self.weave_for(options.get("model")).stream(question, **options)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
     ) -> PieceStream:
-        return self.of(options.get("model")).chat(messages, **options)
+        return self.weave_for(options.get("model")).chat(messages, **options)
 
     def complete(
         self,
@@ -175,7 +175,7 @@ class ModelSet:
         transfer: KVTransfer | None = None,
         model: str | None = None,
     ) -> PieceStream:
-        return self.of(model).complete(
+        return self.weave_for(model).complete(
             prompt, sampling=sampling, reuse=reuse, tenant=tenant, transfer=transfer
         )
 
@@ -204,7 +204,7 @@ class ModelSet:
             part = replace(options.store, host_bytes=max(1, host_bytes // len(fitting)))
             options = replace(options, store=part)
 
-        def opened(weave: Weave) -> Weave:
+        def open_for(weave: Weave) -> Weave:
             own = settings if weave.model_name == fitting[0] else _apart(settings, weave)
             return weave.over(
                 folder,
@@ -215,7 +215,9 @@ class ModelSet:
                 promotion=promotion,
             )
 
-        return LibraryOfModels(folder.name, self, [self._weaves[name] for name in fitting], opened)
+        return LibraryOfModels(
+            folder.name, self, [self._weaves[name] for name in fitting], open_for
+        )
 
 
 class LibraryOfModels:
@@ -292,7 +294,7 @@ class LibraryOfModels:
 
     def engine_of(self, model: str | None) -> Weave:
         """Raises RequestError for a model that has another tokenizer."""
-        name = self._models.of(model).model_name
+        name = self._models.weave_for(model).model_name
         if name not in self._fitting:
             names = " or ".join(map(repr, self._fitting))
             raise RequestError(

@@ -180,10 +180,10 @@ class Weave:
             LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
             speculation=SpeculationSettings(speculate),
         )
-        return cls.configured(config, kb, embedder=embedder, background_kv=background_kv)
+        return cls.from_config(config, kb, embedder=embedder, background_kv=background_kv)
 
     @classmethod
-    def configured(
+    def from_config(
         cls,
         config: WeaveConfig,
         kb: str | Path | None = None,
@@ -192,19 +192,19 @@ class Weave:
         background_kv: bool = False,
         engine: EngineConfig | None = None,
     ) -> Self:
-        """As `open`, by a configuration: `kvweave.config.load_config` reads one from file and
+        """Load what a configuration says: `kvweave.config.load_config` reads one from file and
         variables. With `background_kv` it says as well whether and how that is made. `engine` goes
         before the configuration's."""
         if kb is not None:
             check_store(config.store)
         engine = engine or EngineConfig(**given(config.engine))
         runtime = ModelRuntime.open(config.model, engine)
-        settings = AnswerSettings.of(config)
+        settings = AnswerSettings.from_config(config)
         if kb is None:
             return cls(runtime, settings=settings)
-        options = KVOptions.of(config)
+        options = KVOptions.from_config(config)
         if background_kv:
-            options = replace(options, background=BackgroundKV.of(config))
+            options = replace(options, background=BackgroundKV.from_config(config))
         library = Library.open(
             Path(kb),
             runtime,
@@ -356,7 +356,7 @@ class Weave:
         return self._target.sampling.sampling(asked, built_in)
 
     def stream(self, question: str, **options: Any) -> PieceStream:
-        """As `ask`, piece by piece."""
+        """Answer what `ask` answers, piece by piece."""
         called_s = time.perf_counter()
         self._refuse_other(options.get("model"))
         return self._answerer.answer(Question(question, **options), called_s)
@@ -367,7 +367,7 @@ class Weave:
         """Raise RequestError for a `reuse` that `ask` would refuse, ConfigError for one that this
         model is not ready for."""
         self._refuse_other(model)
-        self._target.router.named(reuse, ratio)
+        self._target.router.open_named(reuse, ratio)
 
     def plan(self, question: str, **options: Any) -> "Plan":
         """What `ask` with reuse="auto" would do, and what else it would cost. Answers nothing."""

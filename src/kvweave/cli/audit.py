@@ -62,7 +62,7 @@ def _document(entry: dict[str, Any]) -> dict[str, Any]:
             "strategy": cell["strategy"],
             "ratio": cell["ratio"],
             "total": cell["total"],
-            **AuditFigures.of(cell["kl"], [bool(f) for f in cell["flips"]]).document(),
+            **AuditFigures.from_answers(cell["kl"], [bool(f) for f in cell["flips"]]).document(),
         }
         for cell in sorted(entry["cells"], key=lambda cell: (cell["strategy"], cell["ratio"]))
     ]

@@ -77,7 +77,10 @@ class LocalPartner:
         opened = None
         if name is not None:
             check_knowledge_base(Path(name))
-            settings, options = AnswerSettings.of(self._config), KVOptions.of(self._config)
+            settings, options = (
+                AnswerSettings.from_config(self._config),
+                KVOptions.from_config(self._config),
+            )
             opener = embedder_opener(self._config.library)
             opened = self._weave.over(Path(name), options, settings, open_embedder=opener)
         before, self._over, self.kb = self._over, opened, name

@@ -74,7 +74,7 @@ def make_server(
     gateway = Gateway(
         config.gateway,
         tokenizer=config.gateway.tokenizer,
-        settings=AnswerSettings.of(config),
+        settings=AnswerSettings.from_config(config),
         remotes=remote_tiers(config.store),
     )
     opener = embedder_opener(config.library)

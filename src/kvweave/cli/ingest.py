@@ -285,7 +285,7 @@ def _encoding(
     from kvweave.app.library.runtime import ModelRuntime
 
     runtime = ModelRuntime.open(config.model)
-    options = KVOptions.of(config)
+    options = KVOptions.from_config(config)
     with LibraryKV.open(kb, runtime.decoder, runtime.tokenizer, options, say=_say) as kv:
         sync = kv.sync(SyncJob(encodes=True, refresh=asked.refresh_neighbours))  # may refuse
         kv.prepare_to_encode()

@@ -82,13 +82,13 @@ def open_models(config: WeaveConfig) -> "Weave | ModelSet":
 
     choices = [config.model, *(replace(config.model, model=name) for name in others)]
     named = [with_model(replace(config, model=choice)).model.model for choice in choices]
-    return ModelSet.configured(config, [str(name) for name in named])
+    return ModelSet.from_config(config, [str(name) for name in named])
 
 
 def _open(config: WeaveConfig, kb: Path | None) -> "Weave":
     from kvweave.app.weave import Weave  # brings torch, which takes a second
 
-    return Weave.configured(config, kb)
+    return Weave.from_config(config, kb)
 
 
 @contextmanager

@@ -216,10 +216,10 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         root=root,
         folders=parse_folders(folders),
         embedder=config.library.embedder,
-        kv=replace(KVOptions.of(config), background=BackgroundKV.of(config)),
+        kv=replace(KVOptions.from_config(config), background=BackgroundKV.from_config(config)),
         speculation=SpeculationConfig(**given(config.speculation)),
         usual=QuestionDefaults.from_config(config),
-        audit=AuditConfig.of(config.quality),
+        audit=AuditConfig.from_config(config.quality),
         promotion=config.library.promotion,
         parsing=ParseLimits(
             seconds=config.library.parse_s, memory_bytes=config.library.parse_bytes

@@ -7,9 +7,9 @@ holds up to the very end of the answer.
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 
-from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.answer_stream import Answer, Piece, PieceStream
 from kvweave.app.answer.notes import AnswerNotes, UpstreamNote, routed_sources
 from kvweave.app.answer.stages import Listener
 from kvweave.app.answer.wrapped_answers import CALLED
@@ -22,8 +22,8 @@ from kvweave.gateway.replica import Replica
 from kvweave.gateway.replies import MALFORMED, ReplyReader, UpstreamEnd, check_status
 
 
-class RoutedAnswer:
-    """A `PieceStream` of a replica. Nothing is sent before the first piece is asked for."""
+class RoutedAnswer(PieceStream):
+    """The answer of a replica. Nothing is sent before the first piece is asked for."""
 
     def __init__(
         self,
@@ -35,42 +35,19 @@ class RoutedAnswer:
     ) -> None:
         """`listeners` hear of the lease of a replica with the first token. The replica of `guess`
         has the prompt, or soon will."""
-        self.answer: Answer | None = None
         self._fleet = fleet
         self._request = request
         self._notes = notes
         self._listeners = listeners
         self._guess = guess
         self._is_whole = False
-        self._on_close: Callable[[], None] | None = None
         self._lock = threading.Lock()  # guards the next two
         self._exchange: Exchange | None = None
         self._is_aborted = False
-        self._pieces = self._make()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        """Run to the end and return the whole answer."""
-        self.take_whole()
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
+        super().__init__()
 
     def take_whole(self) -> None:
         self._is_whole = True
-
-    def close(self) -> None:
-        self.abort()
-        self._pieces.close()  # it may wait between two pieces, with a lease and a connection
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        self._on_close = call
 
     def abort(self) -> None:
         with self._lock:

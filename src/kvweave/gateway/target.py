@@ -211,7 +211,7 @@ class FleetTarget:
         num_tokens = request.prompt.num_tokens - lease.match.exact
         is_guessed = notes.guesses is not None and notes.guesses.right is not None
         if not is_guessed and lease.replica.load == 1:
-            self._settings.paces.prefill.computed(num_tokens, lease.held_s)
+            self._settings.paces.prefill.note_prefill(num_tokens, lease.held_s)
 
 
 class FleetAnswerers:

@@ -9,7 +9,7 @@ from kvweave.app.answer.guessing import FEWEST_ROWS, MAX_STAGES, PrefillPace, Se
 
 def searched(pace: SearchPace, times: int, seconds: float, lists: list[str]) -> SearchPace:
     for _ in range(times):
-        pace.searched(seconds, lists, len(lists))
+        pace.note_search(seconds, lists, len(lists))
     return pace
 
 
@@ -66,10 +66,10 @@ def test_a_wrong_guess_costs_no_more_than_its_prefill() -> None:
 def test_what_a_prefill_takes_is_learnt_as_a_whole() -> None:
     pace = PrefillPace()
     assert pace.prefill_s == math.inf
-    pace.computed(100, 0.5)
+    pace.note_prefill(100, 0.5)
     assert pace.prefill_s == pytest.approx(0.5)
     for _ in range(60):
-        pace.computed(400, 0.4)
+        pace.note_prefill(400, 0.4)
     assert pace.prefill_s == pytest.approx(0.4, rel=0.01)
 
 
@@ -94,7 +94,7 @@ def test_a_search_that_a_prefill_slows_down_is_left_alone_and_tried_again_later(
     pace = searched(SearchPace(), 20, 0.3, EARLY)
     assert pace.is_worth(1, 8, 0.1)
     for _ in range(30):
-        pace.searched(0.66, EARLY, 8, guessed=True)
+        pace.note_search(0.66, EARLY, 8, guessed=True)
     assert pace.slowdown > 2.0
     assert not pace.is_worth(1, 8, 0.1)
     assert pace.search_s == pytest.approx(0.3)  # by itself it takes what it took
@@ -109,10 +109,10 @@ def test_one_search_that_hung_does_not_stage_those_after_it() -> None:
 
 def test_a_row_takes_what_prefills_of_some_size_took() -> None:
     pace = PrefillPace()
-    pace.computed(FEWEST_ROWS - 1, 9.0)
+    pace.note_prefill(FEWEST_ROWS - 1, 9.0)
     assert pace.row_s is None
-    pace.computed(100, 1.0)
+    pace.note_prefill(100, 1.0)
     assert pace.row_s == pytest.approx(0.01)
     for _ in range(50):
-        pace.computed(100, 2.0)
+        pace.note_prefill(100, 2.0)
     assert pace.row_s == pytest.approx(0.02, rel=0.01)

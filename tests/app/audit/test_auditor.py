@@ -238,7 +238,7 @@ def test_distributions_are_dropped_after_the_audit(
 
 
 def test_the_configuration_has_the_same_defaults() -> None:
-    assert AuditConfig.of(QualitySettings()) == AuditConfig()
+    assert AuditConfig.from_config(QualitySettings()) == AuditConfig()
 
 
 def test_the_sample_is_a_share_of_all_and_meets_no_rhythm() -> None:

@@ -59,10 +59,10 @@ def test_a_bound_of_nothing_is_no_division_by_it() -> None:
 
 
 def test_figures_have_an_interval_from_two_answers_on() -> None:
-    assert AuditFigures.of([], []).document()["kl"] is None
-    assert AuditFigures.of([0.1], [True]).document() == {
+    assert AuditFigures.from_answers([], []).document()["kl"] is None
+    assert AuditFigures.from_answers([0.1], [True]).document() == {
         "answers": 1, "kl": 0.1, "kl_low": None, "kl_high": None, "flips": 1,
     }  # fmt: skip
-    figures = AuditFigures.of([0.01, 0.03] * 20, [False] * 40)
+    figures = AuditFigures.from_answers([0.01, 0.03] * 20, [False] * 40)
     assert figures.kl == pytest.approx(0.02)
     assert 0.016 < figures.kl_low < 0.018 < 0.022 < figures.kl_high < 0.024

@@ -269,7 +269,7 @@ def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path
         links.clear()
         links["disk/int8"] = TierLink(1e6, seen_s=time.time())
         plan = weave.plan(QUESTION)
-        assert planning_of(weave).expected(plan).load_s == pytest.approx(
+        assert planning_of(weave).estimate_cost(plan).load_s == pytest.approx(
             plan.chosen.load_bytes / 1e6
         )
 

@@ -82,7 +82,7 @@ def test_most_asked_first_and_only_once_all_chunks_have_kv(
         monkeypatch.setattr(library.encoder, "encode_isolated", watched)
         for title, times in (("Note 1", 1), ("Note 3", 3), ("Note 2", 2)):
             for _ in range(times):
-                library.maker.asked([chunks[title].id])
+                library.maker.note_question([chunks[title].id])
         library.start()
         assert library.maker.wait(60)
         assert made[:3] == ["Note 3", "Note 2", "Note 1"]

@@ -155,7 +155,7 @@ def test_chunks_that_questions_found_come_first_then_the_newest(
     made = order_made(library, monkeypatch)
     for title, times in (("Note 1", 1), ("Note 3", 3), ("Note 2", 2)):
         for _ in range(times):
-            library.maker.asked([chunks[title].id])
+            library.maker.note_question([chunks[title].id])
     library.start()
     assert library.maker.wait(60)
     assert made == ["Note 3", "Note 2", "Note 1", "Note 5", "Note 4", "Note 0"]

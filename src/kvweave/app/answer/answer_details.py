@@ -169,14 +169,16 @@ def _timeline(answer: Answer, trace: AnswerTrace, queue_s: float) -> Iterator[Ti
         detail = f"{computed} tokens computed"
         yield entry("prefill", "compute", computing_s, trace.first_s, detail)
     else:
-        for name, lane, start_s, end_s, detail in _fused(record, record.trace, trace.first_s):
+        for name, lane, start_s, end_s, detail in _list_fused_steps(
+            record, record.trace, trace.first_s
+        ):
             yield entry(name, lane, start_s, end_s, detail)
     made = f"{answer.completion_tokens} tokens"
     yield entry("first token", "decode", trace.first_s, trace.first_s)
     yield entry("decode", "decode", trace.first_s, trace.ended_s, made)
 
 
-def _fused(
+def _list_fused_steps(
     record: FuseRecord, fused: PassTrace, first_s: float
 ) -> Iterator[tuple[str, str, float, float, str]]:
     """Name, lane, start, end and detail of what a fused prefill did."""

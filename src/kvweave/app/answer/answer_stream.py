@@ -93,48 +93,60 @@ class Answer:
         return self.explain.counts["exact"] + self.explain.counts["reused"]
 
 
-class PieceStream(Protocol):
+class PieceStream(ABC):
     """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time,
-    but for `abort`."""
+    but for `abort`. Nothing is begun before the first piece is asked for, unless a search guessed.
+    """
 
-    answer: Answer | None  # None until it is finished
-
-    def __iter__(self) -> Iterator[Piece]: ...
-
-    def finish(self) -> Answer:
-        """Run to the end and return the whole answer."""
-        ...
-
-    def take_whole(self) -> None:
-        """Nobody reads the pieces: `answer` alone counts, so that it may begin again where what
-        computes it fails. Before the first piece."""
-
-    def close(self) -> None:
-        """Stop the work."""
-
-    def abort(self) -> None:
-        """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        """`call` once this is closed."""
-
-
-class AnswerOver(ABC):
-    """A `PieceStream` over another one. For one thread."""
-
-    def __init__(self, inner: PieceStream) -> None:
-        self.answer: Answer | None = None
-        self._inner = inner
+    def __init__(self) -> None:
+        self.answer: Answer | None = None  # None until it is finished
+        self._on_close: Callable[[], None] | None = None
         self._pieces = self._make()
 
     def __iter__(self) -> Iterator[Piece]:
         return self._pieces
 
     def finish(self) -> Answer:
+        """Run to the end and return the whole answer."""
+        self.take_whole()
         for _ in self._pieces:
             pass
         assert self.answer is not None, "an answer was closed before it was finished"
         return self.answer
+
+    def take_whole(self) -> None:  # noqa: B027 - most streams begin only once
+        """Say that nobody reads the pieces: `answer` alone counts, so that it may begin again where
+        what computes it fails. Before the first piece."""
+
+    def close(self) -> None:
+        """Stop the work. `answer` stays None unless it was finished."""
+        try:
+            self.abort()
+            self._pieces.close()  # it may wait between two pieces with all that it holds
+        finally:
+            on_close, self._on_close = self._on_close, None
+            if on_close is not None:
+                on_close()
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
+
+    def when_closed(self, call: Callable[[], None]) -> None:
+        """Have `call` called once this is closed: it needs something that stays until then."""
+        self._on_close = call
+
+    @abstractmethod
+    def _make(self) -> Generator[Piece, None, None]:
+        """Make the pieces, and set `answer` at the end unless it was cut."""
+
+
+class AnswerOver(PieceStream):
+    """A `PieceStream` over another one."""
+
+    def __init__(self, inner: PieceStream) -> None:
+        self._inner = inner
+        super().__init__()
 
     def take_whole(self) -> None:
         self._inner.take_whole()
@@ -148,10 +160,6 @@ class AnswerOver(ABC):
     def when_closed(self, call: Callable[[], None]) -> None:
         self._inner.when_closed(call)
 
-    @abstractmethod
-    def _make(self) -> Iterator[Piece]:
-        """The pieces; sets `answer` unless the inner one was cut."""
-
 
 class Tokens(Protocol):
     """Where the tokens of an answer come from."""
@@ -163,12 +171,8 @@ class Tokens(Protocol):
         end."""
 
 
-class AnswerStream:
-    """An answer in the making: iterate for pieces, then read `answer`. For one thread at a time.
-
-    Its prompt is not computed before the first piece is asked for, unless a search speculated on
-    it; `close` stops the work, and so does `abort`, which any thread may call.
-    """
+class AnswerStream(PieceStream):
+    """Text from the tokens of a prompt."""
 
     def __init__(
         self,
@@ -180,7 +184,6 @@ class AnswerStream:
         notes: AnswerNotes | None = None,
     ) -> None:
         """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
-        self.answer: Answer | None = None
         self._notes = notes or AnswerNotes()
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
@@ -188,46 +191,16 @@ class AnswerStream:
         self._made = _Made(called_s)
         self._choices = choices
         self._aborted = False
-        self._on_close: Callable[[], None] | None = None
-        self._pieces = self._make(choices)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        """Run to the end and return the whole answer."""
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
-
-    def close(self) -> None:
-        """Stop computing. `answer` stays None unless it was finished."""
-        try:
-            self._pieces.close()
-            self._choices.close()  # not done yet if no piece was asked for
-        finally:
-            on_close, self._on_close = self._on_close, None
-            if on_close is not None:
-                on_close()
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        """`call` once this is closed: it needs something that stays until then."""
-        self._on_close = call
-
-    def take_whole(self) -> None:
-        """Nobody reads the pieces. They are made as ever: this engine does not begin again."""
+        super().__init__()
 
     def abort(self) -> None:
-        """Stop computing, from any thread. The one that iterates sees the end; `answer` stays
-        None."""
         self._aborted = True
         self._choices.close()
 
-    def _make(self, choices: Tokens) -> Generator[Piece, None, None]:
+    def _make(self) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
         watch = LoopWatch() if self._sampling.stop_loops else None
-        made, reason = self._made, "length"
+        made, reason, choices = self._made, "length", self._choices
         with closing(choices):
             for choice in choices:
                 made.count()
@@ -302,12 +275,12 @@ class _Made:
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
             query=notes.query,
-            watched=_watched(notes.watched),
+            watched=_read_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),
         )
 
 
-def _watched(ticket: Ticket | None) -> WatchedTokens | None:
+def _read_watched(ticket: Ticket | None) -> WatchedTokens | None:
     if ticket is None:
         return None
     count = min(len(ticket.watched_ids), len(ticket.distributions))

@@ -1,7 +1,13 @@
-"""From a question to the answer in the making, whatever computes it. See stages.py."""
+"""From a question to the answer in the making, whatever computes it.
+
+    Question ─► Asked ─► Found ─► LaidOut ─► Planned ─► Submitted ─► pieces of text
+         take_in   searching    submitting.py, a Target           _mark
+
+`stages.py` has these values and what a target must do.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic
 
@@ -9,8 +15,8 @@ from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.conversations import conversation_name
 from kvweave.app.answer.notes import RetrievedChunk
 from kvweave.app.answer.question import Question
+from kvweave.app.answer.searching import Searcher
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
-from kvweave.app.answer.searching import Speculation
 from kvweave.app.answer.stages import Asked, Found, LaidOut, P, R, Submitted, Target
 from kvweave.app.answer.submitting import lay_out, submit
 from kvweave.app.answer.wrapped_answers import CitedAnswer, ToolAnswer, tool_sampling
@@ -20,6 +26,17 @@ from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError
 from kvweave.text.prompt import past_messages
 from kvweave.types import Hit
+
+HISTORY_SHARE = 2  # a part of the context: more is not taken by chunks of earlier turns
+MOST_MESSAGES = 6  # of the history, the last ones
+MOST_CHARS = 1000  # of one message
+LONGEST_QUERY = 400  # characters: what is longer is no question
+REWRITE_SAMPLING = Sampling(max_tokens=64, stop=("\n\n",))  # the likeliest words
+REWRITE_REQUEST = (
+    "Below is a conversation and its last question. Write that question so that it can be "
+    "understood without the conversation: put the names of things in place of words like it, that "
+    "or they. Write the question alone and do not answer it."
+)
 
 
 class Answerer(Generic[P, R]):
@@ -31,42 +48,72 @@ class Answerer(Generic[P, R]):
         self._target = target
         self._settings = settings
         self._kb = kb
-        self._asker = Asker(target, settings, kb)
-        self._speculation: Speculation | None = None
-        if kb is not None:
-            self._speculation = Speculation(kb, target, settings)
+        self._searcher = None if kb is None else Searcher(kb, target, settings)
 
     def answer(self, question: Question, called_s: float) -> PieceStream:
         """Search for a question and plan its prompt, which is not computed before the first piece
         is read, unless a search guessed it."""
-        asked = self._asker.take_in(question, called_s)
-        if asked.is_searched and self._speculation is not None:
-            return _mark(asked, self._speculation.submit(asked))
+        asked = self.take_in(question, called_s)
+        if asked.is_searched and self._searcher is not None:
+            return _mark(asked, self._searcher.submit(asked))
         found = self._take_documents(asked)
         return _mark(asked, submit(self._target, self._settings, asked, found, False))
 
     def lay_out(self, question: Question, called_s: float) -> LaidOut[P]:
-        """The prompt of a question, of which nothing is computed."""
-        asked = self._asker.take_in(question, called_s)
-        if asked.is_searched and (speculation := self._speculation) is not None:
-            found = self._settings.look_up(lambda: speculation.search(asked))
+        """Lay out the prompt of a question, and compute nothing."""
+        asked = self.take_in(question, called_s)
+        if asked.is_searched and (searcher := self._searcher) is not None:
+            found = self._settings.look_up(lambda: searcher.search(asked))
         else:
             found = self._take_documents(asked)
         return lay_out(asked, found, self._target)
 
     def search(self, question: str, k: int, how: SearchOptions | None = None) -> list[Hit]:
-        """The chunks of the knowledge base nearest to a question, best first; found as is usual
-        where `how` is None."""
+        """Return the chunks of the knowledge base nearest to a question, best first; found as is
+        usual where `how` is None."""
         if self._kb is None:
             raise ConfigError(NO_LIBRARY)
         kb, how = self._kb, how or self._settings.usual.search
         return self._settings.look_up(lambda: kb.search(question, k, how))
 
+    def take_in(self, question: Question, called_s: float) -> Asked:
+        """Fill in what a question leaves open, and recall its conversation. A follow-up is
+        rewritten by the model where the question wants that. Raises RequestError, ConfigError."""
+        is_searched = question.documents is None and self._kb is not None
+        whole = self._fill_in(question)
+        self._target.check(whole)
+        if whole.rewrite and whole.history and is_searched:
+            messages = rewriting_messages(whole.question, whole.history)
+            text = self._target.say(messages, REWRITE_SAMPLING, whole.tenant)
+            whole = replace(whole, query=read_rewritten(text))
+        past = past_messages(whole.history)
+        name = conversation_name(whole, past, is_searched=self._kb is not None)
+        most = self._target.max_context
+        recall = partial(
+            self._settings.conversations.talk,
+            *(whole.tenant, name, past),
+            most_tokens=None if most is None else most // HISTORY_SHARE,
+        )
+        turn = self._target.open_turn(whole, recall)
+        is_usual = question.reuse is None and question.ratio is None
+        return Asked(whole, called_s, turn, is_searched, is_usual)
+
+    def _fill_in(self, question: Question) -> Question:
+        settings = self._settings
+        sampling = question.sampling or self._target.sampling.sampling()
+        kb_order = None if self._kb is None else self._kb.settings.order
+        return replace(
+            question.fill_in(settings.usual, kb_order),
+            sampling=tool_sampling(sampling, question.tool_use),
+            tenant=question.tenant or settings.tenant,
+            system=settings.system if question.system is None else question.system,
+        )
+
     def _take_documents(self, asked: Asked) -> Found:
-        """The documents that a question brings, as chunks."""
+        """Take the documents that a question brings, as chunks."""
         documents = asked.question.given_documents
         tokenizer = self._target.tokenizer
-        return Found(tuple(RetrievedChunk.brought(each, tokenizer) for each in documents))
+        return Found(tuple(RetrievedChunk.from_document(each, tokenizer) for each in documents))
 
 
 def _mark(asked: Asked, submitted: Submitted) -> PieceStream:
@@ -81,62 +128,6 @@ def _mark(asked: Asked, submitted: Submitted) -> PieceStream:
     return answer
 
 
-HISTORY_SHARE = 2  # a part of the context: more is not taken by chunks of earlier turns
-
-
-@dataclass(frozen=True, slots=True)
-class Asker:
-    """Takes questions in. Any thread."""
-
-    target: Target[Any, Any]
-    settings: AnswerSettings
-    kb: KnowledgeBase | None
-
-    def take_in(self, question: Question, called_s: float) -> Asked:
-        """Fill in what a question leaves open. A follow-up is rewritten by the model where that is
-        asked for. Raises RequestError and ConfigError."""
-        is_searched = question.documents is None and self.kb is not None
-        filled = self._fill_in(question)
-        self.target.check(filled)
-        if filled.rewrite and filled.history and is_searched:
-            messages = rewriting_messages(filled.question, filled.history)
-            query = read_rewritten(self.target.say(messages, SAMPLING, filled.tenant))
-            filled = replace(filled, query=query)
-        past = past_messages(filled.history)
-        name = conversation_name(filled, past, is_searched=self.kb is not None)
-        most = self.target.max_context
-        recall = partial(
-            self.settings.conversations.talk,
-            *(filled.tenant, name, past),
-            most_tokens=None if most is None else most // HISTORY_SHARE,
-        )
-        turn = self.target.open_turn(filled, recall)
-        is_usual = question.reuse is None and question.ratio is None
-        return Asked(filled, called_s, turn, is_searched, is_usual)
-
-    def _fill_in(self, question: Question) -> Question:
-        settings = self.settings
-        sampling = question.sampling or self.target.sampling.sampling()
-        kb_order = None if self.kb is None else self.kb.settings.order
-        return replace(
-            question.fill_in(settings.usual, kb_order),
-            sampling=tool_sampling(sampling, question.tool_use),
-            tenant=question.tenant or settings.tenant,
-            system=settings.system if question.system is None else question.system,
-        )
-
-
-MOST_MESSAGES = 6  # of the history, the last ones
-MOST_CHARS = 1000  # of one message
-LONGEST_QUERY = 400  # characters: what is longer is no question
-SAMPLING = Sampling(max_tokens=64, stop=("\n\n",))  # the likeliest words
-ASKED = (
-    "Below is a conversation and its last question. Write that question so that it can be "
-    "understood without the conversation: put the names of things in place of words like it, that "
-    "or they. Write the question alone and do not answer it."
-)
-
-
 def rewriting_messages(question: str, history: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """What the model is asked, as messages of a chat."""
     said = [
@@ -145,7 +136,15 @@ def rewriting_messages(question: str, history: Sequence[Mapping[str, Any]]) -> l
         if message.get("content")  # calls of tools are no words
     ]
     content = "\n".join(
-        [ASKED, "", "Conversation:", *said, "", f"Last question: {_short(question)}", "Question:"]
+        [
+            REWRITE_REQUEST,
+            "",
+            "Conversation:",
+            *said,
+            "",
+            f"Last question: {_short(question)}",
+            "Question:",
+        ]
     )
     return [{"role": "user", "content": content}]
 

@@ -172,7 +172,7 @@ class EngineTarget:
     def check(self, question: Question) -> None:
         self._catch_up()
         refuse_long(self.tokenizer, question.texts, self.max_context)
-        self.router.named(question.reuse, question.ratio)
+        self.router.open_named(question.reuse, question.ratio)
 
     def open_turn(self, question: Question, recall: Recall) -> TurnOpening:
         if self._library is not None:
@@ -204,12 +204,12 @@ class EngineTarget:
     def plan(self, laid: LaidOut[Prompt], notes: AnswerNotes) -> Planned[Prompt, EngineRequest]:
         asked = laid.words.asked
         question = asked.question
-        named = self.router.named(question.reuse, question.ratio)
+        named = self.router.open_named(question.reuse, question.ratio)
         if named is not None:
             named = named._replace(is_usual=asked.is_usual)
         planned = self.router.plan(laid.prompt, question, named, notes)
         notes.prompt, notes.full_s = planned.prompt, self.measured.full_prefill_s
-        request = _measured(self._constrained(planned.request), question)
+        request = _add_measurements(self._constrain(planned.request), question)
         listeners = partial(_note_ticket, notes, question.watched), self._learn
         return replace(planned, request=request).heard_by(*listeners)
 
@@ -224,7 +224,7 @@ class EngineTarget:
         question = asked.question
         tools = () if question.tool_use is None else question.tool_use.tools
         preamble, _ = split_template(self.tokenizer, question.system or "", tools)
-        named = self.router.named(question.reuse, question.ratio)
+        named = self.router.open_named(question.reuse, question.ratio)
         key = PreambleKey(question.tenant, tuple(preamble))
         self.router.get_ready(key, question, named)
 
@@ -251,7 +251,7 @@ class EngineTarget:
         notes = AnswerNotes(called_s, question=question, prompt=prompt)
         notes.full_s = self.measured.full_prefill_s
         listener = partial(_note_plain, notes)
-        planned = Planned(prompt, self._constrained(request), notes, (listener,))
+        planned = Planned(prompt, self._constrain(request), notes, (listener,))
         return self._stream(planned)
 
     def answer_spanned(
@@ -268,11 +268,11 @@ class EngineTarget:
             bound=asked.bound,
             order=OrderPermission.AS_FOUND,
         ).fill_in(self._settings.usual)
-        named = self.router.named(question.reuse, question.ratio)
+        named = self.router.open_named(question.reuse, question.ratio)
         tenant = drawn.tenant or self._settings.tenant
         prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
         planned = self.router.plan(prompt, question, named, AnswerNotes(called_s))
-        return self._stream(replace(planned, request=self._constrained(planned.request)))
+        return self._stream(replace(planned, request=self._constrain(planned.request)))
 
     def forget_brought(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
         """Whoever brought these chunks with requests of a tenant has deleted them: no exact KV of
@@ -296,7 +296,7 @@ class EngineTarget:
         if self._library is not None:
             self._library.catch_up()
 
-    def _constrained(self, request: EngineRequest) -> EngineRequest:
+    def _constrain(self, request: EngineRequest) -> EngineRequest:
         """A request whose answer is held to a JSON schema, if it asks for that. Raises RequestError
         for one that no answer can be held to."""
         self._client.engine.check_answer(request)  # before a reply begins
@@ -312,7 +312,7 @@ class EngineTarget:
         if record is None or timeline.shared:
             return
         rows = record.counts["computed"] + record.counts["recomputed"]
-        self._settings.paces.prefill.computed(rows, timeline.computing_s)
+        self._settings.paces.prefill.note_prefill(rows, timeline.computing_s)
 
 
 def _note_ticket(notes: AnswerNotes, watched: int, ticket: Ticket) -> None:
@@ -328,7 +328,7 @@ def _note_plain(notes: AnswerNotes, ticket: Ticket) -> None:
         notes.keep(replace(ticket.record, chunks=()))
 
 
-def _measured(request: EngineRequest, question: Question) -> EngineRequest:
+def _add_measurements(request: EngineRequest, question: Question) -> EngineRequest:
     """A request whose answer is watched or forced, or that knows no other, if the question asks for
     that."""
     if not (question.watched or question.forced or question.alone):

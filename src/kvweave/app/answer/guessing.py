@@ -309,10 +309,11 @@ class SearchPace:
         """How much longer a search takes beside a prefill."""
         return self._slowdown
 
-    def searched(
+    def note_search(
         self, seconds: float, lists: Sequence[object], num_stages: int, *, guessed: bool = False
     ) -> None:
-        """A search is over: its lists after each stage, and whether a guess ran beside it."""
+        """Learn from a search that is over: its lists after each stage, and whether a guess ran
+        beside it."""
         with self._lock:
             before = self._search_s
             if not guessed:
@@ -350,8 +351,8 @@ class PrefillPace:
         """What a whole one takes; without end if none was measured."""
         return self._prefill_s
 
-    def computed(self, rows: int, seconds: float) -> None:
-        """A prefill that had the engine to itself is through."""
+    def note_prefill(self, rows: int, seconds: float) -> None:
+        """Learn from a prefill that had the engine to itself."""
         if rows < FEWEST_ROWS:
             return
         with self._lock:

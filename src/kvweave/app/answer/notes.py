@@ -31,13 +31,13 @@ class RetrievedChunk(NamedTuple):
     document: DocumentId | None = None  # of the knowledge base; None: brought
 
     @classmethod
-    def found(cls, hit: Hit) -> "RetrievedChunk":
+    def from_hit(cls, hit: Hit) -> "RetrievedChunk":
         chunk = hit.chunk
         title = section_title(chunk)
         return cls(chunk.token_ids, title, chunk.text, chunk.id, hit.score, hit.document)
 
     @classmethod
-    def brought(cls, document: Document, tokenizer: Tokenizer) -> "RetrievedChunk":
+    def from_document(cls, document: Document, tokenizer: Tokenizer) -> "RetrievedChunk":
         text = chunk_text(document)
         return cls(tuple(tokenizer.encode_text(text)), document.title.strip(), text)
 
@@ -87,8 +87,8 @@ def sources_of(
 def routed_sources(
     retrieved: Sequence[RetrievedChunk], spans: Mapping[ChunkId, tuple[int, int]]
 ) -> tuple[AnswerSource, ...]:
-    """Of an answer that is computed elsewhere, given where its chunks stand, as far as that is
-    known. What becomes of each is not."""
+    """Sources of an answer that is computed elsewhere, given where its chunks stand, as far as that
+    is known. What becomes of each is not known."""
     sources = []
     for number, chunk in enumerate(retrieved, 1):
         name = chunk.id or make_chunk_id(chunk.token_ids)
@@ -222,7 +222,7 @@ class UpstreamNote:
     may_be_fused: bool = False  # of what it held some may be chunk KV, not exact: it fuses
 
     def tokens(self, num_tokens: int) -> dict[str, int]:
-        """Of the prompt, by what became of them; empty: not known."""
+        """Count the tokens of the prompt by what became of them; empty: not known."""
         states = ("exact", "reused", "recomputed", "computed")
         told = {each: self.told[each] for each in states if isinstance(self.told.get(each), int)}
         if told or self.cached_tokens is None or self.may_be_fused:

@@ -69,7 +69,7 @@ class Router:
         self._opening = threading.Lock()
         self._planners: OrderedDict[tuple[KVBehind, str], AutoPlanner] = OrderedDict()
 
-    def named(self, reuse: str | None, ratio: float | None) -> NamedStrategy | None:
+    def open_named(self, reuse: str | None, ratio: float | None) -> NamedStrategy | None:
         """The strategy that was named, ready for this model; None: it is still to be chosen."""
         name = WITH_RATIO if reuse is None and ratio is not None else reuse
         if name is None or name == AUTO:
@@ -91,7 +91,7 @@ class Router:
             return self._as_named(prompt, question, named, notes)
         why = self._why_exact(prompt, question, kv)
         if why is None and kv is not None:
-            return self._planned(prompt, question, kv, notes)
+            return self._plan_freely(prompt, question, kv, notes)
         notes.why = why
         return self._exact(prompt, question, kv, notes)
 
@@ -164,7 +164,7 @@ class Router:
     ) -> EnginePlan:
         strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
         kv = self._kv(prompt)
-        prompt = self._reordered(prompt, question, strategy, kv)
+        prompt = self._reorder(prompt, question, strategy, kv)
         if strategy.reuses == "none":  # for measurements: it leaves nothing behind
             request = exact_request(prompt, question.drawn, eos_ids, use_tree=False)
             return Planned(prompt, request, notes, (partial(_note, notes),))
@@ -177,9 +177,9 @@ class Router:
         fusion = Fusion(strategy, named.ratio)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
         made = Planned(prompt, request, notes, (partial(_note, notes), partial(_see, kv, prompt)))
-        return self._audited(made, question, is_planned=False) if named.is_usual else made
+        return self._watch_for_audit(made, question, is_planned=False) if named.is_usual else made
 
-    def _reordered(
+    def _reorder(
         self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
     ) -> Prompt:
         """The prompt in the order that the planner would give it, where a strategy was named."""
@@ -190,22 +190,24 @@ class Router:
         if kv is None:
             return prompt
         planner = self.planner(kv, prompt.tenant)
-        return planner.reordered(prompt, question.allowed, question.permission)
+        return planner.reorder(prompt, question.allowed, question.permission)
 
-    def _planned(
+    def _plan_freely(
         self, prompt: Prompt, question: Question, kv: KVBehind, notes: AnswerNotes
     ) -> EnginePlan:
-        """As the planner chooses, from what tree and tiers hold now."""
+        """Plan a prompt as the planner chooses, from what tree and tiers hold now."""
         planner = self.planner(kv, prompt.tenant)
         chosen = planner.plan(prompt, question.allowed, question.permission)
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         notes.why = planner.hint(chosen)
         observe = partial(_observe, planner, chosen, planner.num_recorded(), notes)
         made = Planned(chosen.prompt, request, notes, (observe,))
-        return self._audited(made, question, is_planned=True)
+        return self._watch_for_audit(made, question, is_planned=True)
 
-    def _audited(self, made: EnginePlan, question: Question, *, is_planned: bool) -> EnginePlan:
-        """The same prompt, to be audited if it is fused and chosen."""
+    def _watch_for_audit(
+        self, made: EnginePlan, question: Question, *, is_planned: bool
+    ) -> EnginePlan:
+        """Have a prompt audited if it is fused and the auditor chooses it."""
         if question.watched:  # by somebody else, who keeps what the model thought
             return made
         watch = self._auditor.watch(made.request, question.allowed, is_planned=is_planned)

@@ -126,7 +126,7 @@ class AnswerSettings:
     uses: ChunkUses = field(default_factory=ChunkUses)  # which chunks were in prompts; likewise
 
     @classmethod
-    def of(cls, config: WeaveConfig) -> "AnswerSettings":
+    def from_config(cls, config: WeaveConfig) -> "AnswerSettings":
         """What a configuration says."""
         system, library = config.model.system, config.library
         return cls(
@@ -136,5 +136,5 @@ class AnswerSettings:
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store.codec or CODEC
             ),
-            audit=AuditConfig.of(config.quality),
+            audit=AuditConfig.from_config(config.quality),
         )

@@ -36,7 +36,7 @@ class LaidPrompt(Protocol):
 
     @property
     def chunks(self) -> Sequence[ChunkIds]:
-        """Those in front of the question, in the order they are sent in."""
+        """Chunks in front of the question, in the order they are sent in."""
         ...
 
 
@@ -80,7 +80,7 @@ class Found:
 
     @classmethod
     def from_hits(cls, hits: Sequence[Hit]) -> "Found":
-        return cls(tuple(map(RetrievedChunk.found, hits)))
+        return cls(tuple(map(RetrievedChunk.from_hit, hits)))
 
     @property
     def ids(self) -> TopK:
@@ -120,7 +120,7 @@ class Planned(Generic[P, R]):
     listeners: tuple[Listener, ...] = ()  # called in this order
 
     def heard_by(self, *listeners: Listener) -> "Planned[P, R]":
-        """The same prompt with more listeners."""
+        """Add listeners."""
         return replace(self, listeners=(*self.listeners, *listeners))
 
 

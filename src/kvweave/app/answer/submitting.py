@@ -5,10 +5,10 @@ earlier turns that nobody asked for take no room from the answer.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from functools import partial
 
-from kvweave.app.answer.answer_stream import Answer, Piece
+from kvweave.app.answer.answer_stream import Answer, Piece, PieceStream
 from kvweave.app.answer.conversations import Talk
 from kvweave.app.answer.notes import AnswerEvent, AnswerNotes
 from kvweave.app.answer.settings import AnswerSettings, ChunkUses
@@ -24,13 +24,48 @@ from kvweave.app.answer.stages import (
     Target,
 )
 
+NOTHING_TEXT = "Nothing about this was found in the knowledge base."
+
+
+class SaidAnswer(PieceStream):
+    """A text that is known from the start: no model is asked, which would answer from nothing."""
+
+    def __init__(self, text: str, called_s: float, query: str | None = None) -> None:
+        """`called_s` is when the caller asked, by time.perf_counter; `query` what was searched for,
+        where that is not the question itself."""
+        self._text = text
+        self._called_s = called_s
+        self._query = query
+        self._is_aborted = False
+        super().__init__()
+
+    def abort(self) -> None:
+        self._is_aborted = True
+
+    def _make(self) -> Generator[Piece, None, None]:
+        if self._is_aborted:
+            return
+        yield Piece(self._text)
+        taken_ms = (time.perf_counter() - self._called_s) * 1e3
+        self.answer = Answer(
+            text=self._text,
+            finish_reason="stop",
+            prompt_tokens=0,
+            completion_tokens=0,
+            ttft_ms=taken_ms,
+            total_ms=taken_ms,
+            nothing_found=True,
+            query=self._query,
+        )
+
 
 def submit(
     target: Target[P, R], settings: AnswerSettings, asked: Asked, found: Found, is_held: bool
 ) -> Submitted:
     """Take what was found through the last three stages. One that is held begins at once."""
     if not found.chunks and asked.says_nothing:
-        return say_nothing_found(asked, settings.usual.library.nothing_text)
+        text = settings.usual.library.nothing_text or NOTHING_TEXT
+        return Submitted(SaidAnswer(text, asked.called_s, asked.question.query), AnswerNotes())
     planned = plan(lay_out(asked, found, target), target, settings.uses)
     return target.submit(planned, is_held=is_held)
 
@@ -83,66 +118,3 @@ def _remember(laid: LaidOut[P], planned: Planned[P, R], uses: ChunkUses, _: obje
     asked, found = laid.words.asked, laid.words.found
     uses.saw([chunk.id for chunk in found.chunks if chunk.id is not None])
     laid.talk.remember(asked.question.question, planned.prompt.chunks, asked.turn.as_of)
-
-
-NOTHING_TEXT = "Nothing about this was found in the knowledge base."
-
-
-class SaidAnswer:
-    """A `PieceStream` of one piece that is known from the start."""
-
-    def __init__(self, text: str, called_s: float, query: str | None = None) -> None:
-        """`called_s` is when the caller asked, by time.perf_counter; `query` what was searched for,
-        where that is not the question itself."""
-        self.answer: Answer | None = None
-        self._text = text
-        self._called_s = called_s
-        self._query = query
-        self._is_aborted = False
-        self._on_close: Callable[[], None] | None = None
-        self._pieces = self._make()
-
-    def __iter__(self) -> Iterator[Piece]:
-        return self._pieces
-
-    def finish(self) -> Answer:
-        for _ in self._pieces:
-            pass
-        assert self.answer is not None, "an answer was closed before it was finished"
-        return self.answer
-
-    def take_whole(self) -> None:
-        """There is nothing to begin again."""
-
-    def close(self) -> None:
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close()
-
-    def abort(self) -> None:
-        self._is_aborted = True
-
-    def when_closed(self, call: Callable[[], None]) -> None:
-        self._on_close = call
-
-    def _make(self) -> Iterator[Piece]:
-        if self._is_aborted:
-            return
-        yield Piece(self._text)
-        taken_ms = (time.perf_counter() - self._called_s) * 1e3
-        self.answer = Answer(
-            text=self._text,
-            finish_reason="stop",
-            prompt_tokens=0,
-            completion_tokens=0,
-            ttft_ms=taken_ms,
-            total_ms=taken_ms,
-            nothing_found=True,
-            query=self._query,
-        )
-
-
-def say_nothing_found(asked: Asked, text: str | None) -> Submitted:
-    """Answer a question that nothing was found for, in `text` or in the usual words."""
-    said = SaidAnswer(text or NOTHING_TEXT, asked.called_s, asked.question.query)
-    return Submitted(said, AnswerNotes())

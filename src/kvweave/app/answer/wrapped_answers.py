@@ -1,6 +1,6 @@
 """Answers over an answer: calls of tools told apart from words, sentences with their sources."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from kvweave.app.answer.answer_stream import AnswerOver, Piece, PieceStream
@@ -18,7 +18,7 @@ class ToolAnswer(AnswerOver):
         self._reader = CallReader(use)
         super().__init__(inner)
 
-    def _make(self) -> Iterator[Piece]:
+    def _make(self) -> Generator[Piece, None, None]:
         texts: list[str] = []
         calls: list[ToolCall] = []
         for piece in self._inner:
@@ -71,7 +71,7 @@ class Citer:
         self._sentence = ""
 
     def push(self, text: str) -> str:
-        """The same text, with a marker behind each sentence that ends in it."""
+        """Return this text with a marker behind each sentence that ends in it."""
         made: list[str] = []
         for letter in text:
             is_end = self._sentence.rstrip()[-1:] in ENDS and self._sentence.strip()
@@ -102,7 +102,7 @@ class CitedAnswer(AnswerOver):
         self._citer = Citer(texts)
         super().__init__(inner)
 
-    def _make(self) -> Iterator[Piece]:
+    def _make(self) -> Generator[Piece, None, None]:
         texts: list[str] = []
         for piece in self._inner:
             cited = piece._replace(text=self._citer.push(piece.text))

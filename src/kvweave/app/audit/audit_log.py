@@ -58,7 +58,7 @@ class AuditFigures(NamedTuple):
     flips: int = 0  # answers whose first token would have been another
 
     @classmethod
-    def of(cls, kl: Sequence[float], flips: Sequence[bool]) -> "AuditFigures":
+    def from_answers(cls, kl: Sequence[float], flips: Sequence[bool]) -> "AuditFigures":
         count = len(kl)
         if not count:
             return cls()
@@ -127,8 +127,8 @@ class _AuditCell:
     figures: AuditFigures = field(default_factory=AuditFigures)
     over: dict[float, bool] = field(default_factory=dict)  # by bound, until the next audit
 
-    def changed(self) -> None:
-        self.figures = AuditFigures.of(self.kl, self.flips)
+    def update_figures(self) -> None:
+        self.figures = AuditFigures.from_answers(self.kl, self.flips)
         self.over.clear()
 
     def is_over(self, bound: float) -> bool:
@@ -204,7 +204,7 @@ class AuditLog:
             cell = self._cells.get((strategy, ratio))
             return 0 if cell is None else cell.reopened
 
-    def found(self) -> list[AuditedCell]:
+    def list_cells(self) -> list[AuditedCell]:
         """Every strategy and ratio that was audited."""
         with self._lock:
             return [
@@ -270,7 +270,7 @@ class AuditLog:
         with self._lock:
             cell = self._cells.setdefault((strategy, ratio), _AuditCell())
             yield cell
-            cell.changed()
+            cell.update_figures()
             self._version += 1
             self._show(strategy, ratio, cell.figures)
 
@@ -310,7 +310,7 @@ class AuditLog:
             cell = _AuditCell(total=each["total"], reopened=each["reopened"])
             cell.kl.extend(each["kl"])
             cell.flips.extend(bool(flip) for flip in each["flips"])
-            cell.changed()
+            cell.update_figures()
             self._cells[each["strategy"], each["ratio"]] = cell
             self._show(each["strategy"], each["ratio"], cell.figures)
         for each in entry["gate"]:
@@ -342,7 +342,9 @@ def _check(entry: dict[str, Any]) -> None:
     """Raises ValueError, TypeError or KeyError unless an entry is whole."""
     _subject_of(entry)
     for each in entry["cells"]:
-        AuditFigures.of([float(kl) for kl in each["kl"]], [bool(f) for f in each["flips"]])
+        AuditFigures.from_answers(
+            [float(kl) for kl in each["kl"]], [bool(f) for f in each["flips"]]
+        )
         if not isinstance(each["strategy"], str) or len(each["kl"]) != len(each["flips"]):
             raise ValueError(f"no cell: {each}")
         float(each["ratio"]), int(each["total"]), int(each["reopened"])
@@ -378,7 +380,8 @@ def evidence_above(kl: Sequence[float], bound: float) -> float:
 
 
 def evidence_of_flips(flips: int, answers: int, most: float) -> float:
-    """The same, that a larger share than `most` of the answers flips."""
+    """The logarithm of the evidence that a larger share than `most` of the answers flips, which may
+    be looked at after every answer."""
     shares = [min(times * most, 0.95) for times in TIMES]
     ratios = [
         flips * math.log(share / most) + (answers - flips) * math.log((1 - share) / (1 - most))

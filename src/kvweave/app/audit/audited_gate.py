@@ -16,7 +16,7 @@ MOST_VERDICTS = 512  # that are remembered until the next audit
 
 
 def measured_ratios(tables: Iterable[Table]) -> dict[str, list[float]]:
-    """Of each strategy, the ratios that calibration measured and that leave something to reuse."""
+    """List, by strategy, the ratios that calibration measured and that leave something to reuse."""
     ladders: dict[str, set[float]] = {}
     for table in tables:
         for cell in table.cells:
@@ -53,13 +53,13 @@ class AuditedGate:
         key = (strategy, bound, calibrated)
         verdict = verdicts.get(key)
         if verdict is None:
-            verdict = verdicts[key] = self._moved(strategy, bound, calibrated)
+            verdict = verdicts[key] = self._move_verdict(strategy, bound, calibrated)
         return verdict
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         return self._gate.may_reorder(bound, shape)
 
-    def _moved(self, strategy: str, bound: float, calibrated: Verdict) -> Verdict:
+    def _move_verdict(self, strategy: str, bound: float, calibrated: Verdict) -> Verdict:
         ladder, ratio = self._ladders.get(strategy, ()), calibrated.ratio
         if ratio is None or ratio not in ladder:
             return calibrated

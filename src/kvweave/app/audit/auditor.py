@@ -46,7 +46,7 @@ class AuditConfig:
     seed: int = 0  # which answers
 
     @classmethod
-    def of(cls, settings: QualitySettings) -> "AuditConfig":
+    def from_config(cls, settings: QualitySettings) -> "AuditConfig":
         return cls(settings.audit_share, settings.audit_per_minute)
 
 
@@ -222,7 +222,7 @@ class Auditor:
         if self._is_deleted(ticket.request):
             return "deleted"
         answer = tuple(ticket.watched_ids[:num_tokens])
-        exact = self._submit(_exactly(ticket.request, answer))
+        exact = self._submit(_make_exact(ticket.request, answer))
         try:
             if exact is None or not self._wait_for(exact) or exact.is_cancelled:
                 return "closed"
@@ -272,7 +272,7 @@ class Auditor:
         )
 
 
-def _exactly(request: EngineRequest, answer: tuple[int, ...]) -> EngineRequest:
-    """The same prompt without anything approximate, with this answer, in idle time."""
+def _make_exact(request: EngineRequest, answer: tuple[int, ...]) -> EngineRequest:
+    """Make a request for this prompt and answer without anything approximate, for idle time."""
     exact = replace(request, fused=None, use_tree=True, background=True)
     return replace(exact, forced=answer, watched=len(answer))

@@ -132,9 +132,9 @@ class AutoPlanner:
             return self._plan(prompt, bound, order)
 
     def _plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> PromptPlan:
-        chunks = _named(prompt)
+        chunks = _name_chunks(prompt)
         self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
-        found = self._peek.found().items()
+        found = self._peek.find_copies().items()
         self._tiers.meet((key, peek) for key, peeks in found for peek in peeks)
         encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
@@ -163,12 +163,12 @@ class AutoPlanner:
         plan, strategy = planned.plan, self._strategy(planned.plan)
         if strategy.reuses != "all":  # what is computed is kept, whatever was found
             return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
-        ratio, expected = plan.chosen.ratio or 0.0, self.expected(plan)
+        ratio, expected = plan.chosen.ratio or 0.0, self.estimate_cost(plan)
         # also where tokens are drawn: what was measured counts such answers as exact
-        fusion = Fusion(strategy, ratio, _computed(plan), expected, plan.close_call)
+        fusion = Fusion(strategy, ratio, _list_computed(plan), expected, plan.close_call)
         return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
 
-    def reordered(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:
+    def reorder(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:
         """A prompt in the order that a plan would give it, whatever else it would do."""
         return self.plan(prompt, bound, order).prompt
 
@@ -208,7 +208,7 @@ class AutoPlanner:
             self._feeder.feed(prompt, num_returned)
         return Observed(Decision(plan, check), Reason.CLOSE_CALL if was_close else None)
 
-    def expected(self, plan: Plan) -> LoadCost:
+    def estimate_cost(self, plan: Plan) -> LoadCost:
         """How long the chosen option loads and computes, by the machine's profile."""
         load_s = 0.0
         for span in plan.spans:
@@ -255,7 +255,7 @@ class PathFeeder:
             return True
 
 
-def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
+def _name_chunks(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
     """Chunks by id, in prompt order. One that is there twice has two names: both stay."""
     named: dict[ChunkId, tuple[int, ...]] = {}
     for place, ids in enumerate(prompt.chunks):
@@ -264,7 +264,7 @@ def _named(prompt: Prompt) -> dict[ChunkId, tuple[int, ...]]:
     return named
 
 
-def _computed(plan: Plan) -> dict[int, str]:
+def _list_computed(plan: Plan) -> dict[int, str]:
     """Places of the parts that the plan computes, history first, and why."""
     parts = [span for span in plan.spans if span.chunk_id is not None]
     return {

@@ -261,7 +261,7 @@ class StoredChunkPeek:
         self._named = {chunk_id: self._keys(ids) for chunk_id, ids in chunks.items()}
         self._found = None
 
-    def found(self) -> Mapping[ChunkKey, Sequence[Peek]]:
+    def find_copies(self) -> Mapping[ChunkKey, Sequence[Peek]]:
         """All stored KV of the chunks, wherever it lies: on the device first."""
         if self._found is None:
             keys = [key for named in self._named.values() for key in named]
@@ -274,23 +274,23 @@ class StoredChunkPeek:
 
     def has_copy(self, chunk_id: ChunkId) -> bool:
         """Whether some tier has KV of a chunk of this prompt, in whatever encoding context."""
-        found = self.found()
+        found = self.find_copies()
         return any(key in found for key in self._named.get(chunk_id, ()))
 
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
-        found = self.found()
+        found = self.find_copies()
         for chunk_id in chunk_ids:
             for key in self._named[chunk_id]:
                 for peek in found.get(key, ()):
-                    copy = self._stored(key, peek, self._chunks[chunk_id])
+                    copy = self._describe_copy(key, peek, self._chunks[chunk_id])
                     stored.setdefault(chunk_id, []).append(copy)
         return stored
 
     def _keys(self, ids: tuple[int, ...]) -> list[ChunkKey]:
         return list(dict.fromkeys((self._encoder.key(ids), self._encoder.exact_key(ids))))
 
-    def _stored(self, key: ChunkKey, peek: Peek, ids: tuple[int, ...]) -> Stored:
+    def _describe_copy(self, key: ChunkKey, peek: Peek, ids: tuple[int, ...]) -> Stored:
         preparation = self._encoder.preparation
         isolated = key == self._encoder.exact_key(ids)
         # a chunk without neighbours has its isolated KV under both names

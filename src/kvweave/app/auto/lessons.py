@@ -66,7 +66,7 @@ class TierProbes:
         self._resting: dict[str, _Rest] = {}
 
     def meet(self, found: Iterable[tuple[ChunkKey, Peek]]) -> None:
-        """See to it that the tiers these chunks lie in are known, now or before long.
+        """Make the speed of the tiers that these chunks lie in known, now or before long.
 
         A tier known for long is measured again behind the caller's back: one that was too slow is
         left alone by every plan and would never be found to have recovered.
@@ -86,8 +86,8 @@ class TierProbes:
             probe.done.wait(max(0.0, give_up_s - time.monotonic()))
         self._collect()
 
-    def came(self, tier: str, size_bytes: int, seconds: float) -> None:
-        """A request's own bytes came: that is a measurement too."""
+    def note_load(self, tier: str, size_bytes: int, seconds: float) -> None:
+        """Measure a tier by the bytes that came for a request."""
         link = self._links.get(link_name(tier, self._codec))
         if link is not None and size_bytes:
             link.observe(size_bytes, seconds)
@@ -196,7 +196,7 @@ class Lessons:
         rows = counts["computed"] + counts["recomputed"]
         placed = _num_placed(record)
         for tier, seconds in record.arrived_s.items() if not beside else ():
-            self._tiers.came(tier, record.loaded_bytes.get(tier, 0), seconds)
+            self._tiers.note_load(tier, record.loaded_bytes.get(tier, 0), seconds)
         if not placed:
             most_s = machine.prefill_s(counts["exact"], rows) if beside else actual_s
             machine.saw_exact(counts["exact"], rows, min(actual_s, most_s))

@@ -274,7 +274,8 @@ def _stitch_s(decoder: Decoder, codec: str, num_tokens: int = 256) -> float:
 
 @torch.inference_mode()
 def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
-    """The same on a GPU, where bytes are decoded and turned by one kernel once they are there."""
+    """Seconds per stored token on a GPU, where one kernel decodes and turns bytes once they are
+    there."""
     spec, how, device = decoder.spec, open_codec(codec), decoder.device
     shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, dtype_name(decoder.dtype))
     kv = LayerKV(*torch.randn(2, *shape[:3], device=device).to(decoder.dtype))
@@ -293,7 +294,7 @@ def _unpack_s(decoder: Decoder, codec: str, num_tokens: int = 4096) -> float:
 
 
 def _shortest_s(run: Callable[[], None]) -> float:
-    """Of several runs: other work on the machine makes one longer, never shorter."""
+    """Time the shortest of several runs: other work makes one longer, never shorter."""
     times = []
     for _ in range(SAMPLES):
         started_s = time.perf_counter()

@@ -50,7 +50,7 @@ def fused_request(
     encoder = kv.encoder
     parts = (*prompt.history, *prompt.chunks)
     # of the history, chunks of earlier turns may be stored; what was said never is
-    said = zip(prompt.history, kv.stored(prompt.history), strict=True)
+    said = zip(prompt.history, kv.are_stored(prompt.history), strict=True)
     computed = {
         place: str(Reason.HISTORY) for place, (_, is_stored) in enumerate(said) if not is_stored
     }

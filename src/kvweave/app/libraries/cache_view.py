@@ -42,7 +42,7 @@ class EvictionLine(NamedTuple):
 
 
 def tier_lines(libraries: Libraries, model: str, tenant: str) -> list[TierLine]:
-    """Of the chunk KV of one model."""
+    """List the tiers with the chunk KV of one model."""
     lines = []
     with libraries.open_of(tenant) as hosts:
         for name, weave in _over(hosts, model):
@@ -94,7 +94,7 @@ def evictions(
 
 
 def _over(hosts: Sequence[tuple[str, LibraryHost]], model: str) -> list[tuple[str, LocalModel]]:
-    """Those that a model of this process has open."""
+    """Find the knowledge bases that a model of this process has open."""
     found = [(name, each) for name, host in hosts for each in host.engines]
     return [(name, each) for name, each in found if each.model_name == model]
 

@@ -54,8 +54,8 @@ class SharedEmbedder:
             return self._embedder.dim
 
     def embed_passages(self, texts: Sequence[str]) -> Vectors:
-        """Of documents that come in: gives way to answers."""
-        return self._sliced(texts, gives_way=True)
+        """Embed documents that come in, which give way to answers."""
+        return self._embed_in_slices(texts, gives_way=True)
 
     def embed_query(self, text: str) -> Vectors:
         with self._turns.soon():
@@ -69,12 +69,12 @@ class SharedEmbedder:
         import numpy as np
 
         if not as_query:
-            vectors = self._sliced(texts, gives_way=False)  # somebody waits for these
+            vectors = self._embed_in_slices(texts, gives_way=False)  # somebody waits for these
         else:
             vectors = np.stack([self.embed_query(text) for text in texts])
         return Embedded(vectors, sum(map(self.num_tokens, texts)))
 
-    def _sliced(self, texts: Sequence[str], *, gives_way: bool) -> Vectors:
+    def _embed_in_slices(self, texts: Sequence[str], *, gives_way: bool) -> Vectors:
         import numpy as np
 
         if not texts:
@@ -150,7 +150,7 @@ class Embedders:
                 self._made[name] = SharedEmbedder(self._open_embedder(name), self._is_quiet)
             return self._made[name]
 
-    def made(self, name: str) -> SharedEmbedder | None:
+    def peek(self, name: str) -> SharedEmbedder | None:
         """The embedder if somebody used it here; None: it was not made yet."""
         with self._lock:
             return self._made.get(name)

@@ -269,7 +269,7 @@ class Libraries:
 
     @contextmanager
     def use(self, tenant: str, name: str, *, create: bool = False) -> Iterator[LibraryHost]:
-        """As `lend`, given back at the end."""
+        """Lend a knowledge base until the end of the `with`."""
         loan = self.lend(tenant, name, create=create)
         try:
             yield loan.thing
@@ -277,7 +277,7 @@ class Libraries:
             loan.give_back()
 
     def stream(self, place: LibraryKey, question: str, **options: Any) -> PieceStream:
-        """As `Weave.stream`, over a knowledge base that stays open until the answer is closed.
+        """Answer a question from a knowledge base, which stays open until the answer is closed.
 
         A strategy that the model is not ready for is a RequestError.
         """
@@ -405,7 +405,7 @@ class Libraries:
             raise unfit
         if not self._weave.models_of(folder):
             raise CorpusMismatch(f"{folder} was cut with another tokenizer; serve its model")
-        embedder = self._embedders.made(settings.embedder)
+        embedder = self._embedders.peek(settings.embedder)
         # what an old identity means is found out when it is opened
         if embedder is not None and not OLD_IDENTITY.fullmatch(settings.embedder_identity):
             check_settings(folder, settings, embedder_identity=embedder.identity)

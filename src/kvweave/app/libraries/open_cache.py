@@ -158,7 +158,7 @@ class OpenCache(Generic[Key, T]):
                 self._close(place, thing)
             then()
         finally:
-            self._gone(place)
+            self._drop(place)
 
     def _wait_for_rest(self, thing: T, give_up_s: float) -> None:
         while not thing.is_at_rest():
@@ -181,7 +181,7 @@ class OpenCache(Generic[Key, T]):
             yield [(place, thing) for place, _, thing in found]
         finally:
             for place, copy, _ in found:
-                self._returned(place, copy, was_used=False)
+                self._take_back(place, copy, was_used=False)
 
     def counts(self) -> OpenCounts:
         with self._changed:
@@ -212,7 +212,7 @@ class OpenCache(Generic[Key, T]):
         try:
             thing = self._open_one(place)
         except BaseException:
-            self._gone(place)
+            self._drop(place)
             raise
         with self._changed:
             if not self._closed:
@@ -238,7 +238,7 @@ class OpenCache(Generic[Key, T]):
         try:
             self._close(place, thing)
         finally:
-            self._gone(place)
+            self._drop(place)
         return True
 
     def _go_on(self, place: Key, copy: _Copy[T], thing: T) -> None:
@@ -252,7 +252,7 @@ class OpenCache(Generic[Key, T]):
         if was_left_out:
             self._close(place, thing)
 
-    def _gone(self, place: Key) -> None:
+    def _drop(self, place: Key) -> None:
         with self._changed:
             copy = self._copies.pop(place, None)
             if copy is not None and copy.thing is not None:
@@ -272,9 +272,9 @@ class OpenCache(Generic[Key, T]):
             raise EngineClosed("the knowledge bases were closed")
 
     def _loan(self, place: Key, copy: _Copy[T], thing: T) -> Loan[T]:
-        return Loan(thing, copy.writing, lambda: self._returned(place, copy))
+        return Loan(thing, copy.writing, lambda: self._take_back(place, copy))
 
-    def _returned(self, place: Key, copy: _Copy[T], *, was_used: bool = True) -> None:
+    def _take_back(self, place: Key, copy: _Copy[T], *, was_used: bool = True) -> None:
         with self._changed:
             copy.num_loans -= 1
             if was_used and place in self._copies:

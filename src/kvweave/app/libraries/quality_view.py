@@ -62,10 +62,10 @@ class QualityView:
 
 
 def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
-    """Of a model with the chunk KV of the open knowledge base (`over_library`), or in any encoding
-    context. Any thread."""
+    """Look up a model with the chunk KV of the open knowledge base (`over_library`), or in any
+    encoding context. Any thread."""
     found, bound = weave.auditor.log, weave.bound
-    audited, moves = tuple(found.found()), tuple(found.moves())
+    audited, moves = tuple(found.list_cells()), tuple(found.moves())
     try:
         tables = _tables(weave, over_library)
         doubt: str | None = None if tables else Reason.NO_PROFILE
@@ -139,7 +139,7 @@ def is_comparable(full: WatchedTokens, way: WatchedTokens) -> bool:
 
 
 def measure_quality(full: WatchedTokens, way: WatchedTokens) -> MeasuredQuality:
-    """Of a way that `is_comparable`."""
+    """Measure a way that `is_comparable`."""
     assert is_comparable(full, way), "both are watched over the same tokens"
     exact, other = torch.stack(full.distributions), torch.stack(way.distributions)
     score = judge(exact, other, full.token_ids)

@@ -269,8 +269,8 @@ class CorpusKV:
         """Whether a chunk is no more. Asked when its KV lies where a removal would find it."""
         return not self._kb.catalogue.existing([chunk.id])
 
-    def made(self, chunk: Chunk) -> None:
-        """A chunk's KV was computed, and its writes are done: is it there?"""
+    def note_made(self, chunk: Chunk) -> None:
+        """Note what became of a chunk's KV that was computed, and whose writes are done."""
         encoder = self._kv.encoder
         (peek,) = self._kv.store.peek([encoder.key(chunk.token_ids)])
         with self._lock:
@@ -290,8 +290,8 @@ class CorpusKV:
         if peek.residency is not Residency.ABSENT:
             self.fronts.add([chunk])
 
-    def failed(self, chunk: Chunk, error: Exception) -> None:
-        """A chunk's KV could not be computed: it is left until documents change."""
+    def leave_out(self, chunk: Chunk, error: Exception) -> None:
+        """Leave a chunk out until documents change: its KV could not be computed."""
         with self._lock:
             self._leave(chunk.id, reason_of(error))
 

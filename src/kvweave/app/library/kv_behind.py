@@ -122,10 +122,10 @@ class KVBehind:
 
     def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
         """Whether some tier has KV of one of these chunks."""
-        return any(self.stored(chunks))
+        return any(self.are_stored(chunks))
 
-    def stored(self, chunks: Sequence[tuple[int, ...]]) -> list[bool]:
-        """Of each chunk, whether some tier has KV of it."""
+    def are_stored(self, chunks: Sequence[tuple[int, ...]]) -> list[bool]:
+        """Say of each chunk whether some tier has KV of it."""
         encoder = self.encoder
         keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
         there = [peek.residency is not Residency.ABSENT for peek in self.store.peek(keys)]
@@ -141,7 +141,7 @@ class KVBehind:
     ) -> None:
         """A request with these chunks was answered, see `ChunkPromotion.saw`."""
         if self._maker is not None and self.is_own:
-            self._maker.asked([make_chunk_id(ids) for ids in chunks])
+            self._maker.note_question([make_chunk_id(ids) for ids in chunks])
         if self._promotion is not None:
             self._promotion.saw(self.encoder, chunks, at_once, as_of, has_front=has_front)
 

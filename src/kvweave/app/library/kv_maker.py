@@ -102,8 +102,8 @@ class KVMaker:
                 self._changed.notify_all()
             return is_new
 
-    def asked(self, chunk_ids: Collection[ChunkId]) -> None:
-        """A question found these: what it lacks of them comes first."""
+    def note_question(self, chunk_ids: Collection[ChunkId]) -> None:
+        """Note what a question found: what it lacks of these comes first."""
         if self._corpus is None or not chunk_ids:
             return
         with self._changed:
@@ -119,7 +119,7 @@ class KVMaker:
             self._changed.notify_all()
 
     def progress(self) -> KVProgress | None:
-        """Of the knowledge base; None: its KV is not made in the background."""
+        """How far the knowledge base is; None: its KV is not made in the background."""
         return None if self._corpus is None else self._corpus.progress()
 
     def wait(self, timeout_s: float) -> bool:
@@ -242,7 +242,7 @@ class KVMaker:
         except Exception as error:  # as above
             log.exception("the KV of chunk %s is not stored", chunk.id)
             _count_failure(corpus.encoder, error)
-            corpus.failed(chunk, error)
+            corpus.leave_out(chunk, error)
             self._settle(corpus, chunk, is_made=False)
         finally:
             with self._changed:
@@ -284,12 +284,12 @@ class KVMaker:
         return True
 
     def _settle(self, corpus: CorpusKV, chunk: Chunk, *, is_made: bool = True) -> None:
-        """See the module: written first, then looked for."""
+        """Write what was made, then look whether its chunk is still there, see the module."""
         corpus.flush()
         if corpus.was_deleted(chunk):
             corpus.forget(chunk)
         elif is_made:
-            corpus.made(chunk)
+            corpus.note_made(chunk)
 
 
 def _count_failure(encoder: ChunkEncoder, error: Exception) -> None:

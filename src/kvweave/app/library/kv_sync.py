@@ -130,7 +130,7 @@ class KVSync:
         num_deleted, is_flushed = 0, True
         pending = set(self._kb.catalogue.removals.pending_kv() or ())
         if self._table is not None:
-            gone = self._gone(self._table.mentioned_chunks()) | pending
+            gone = self._find_gone(self._table.mentioned_chunks()) | pending
             users = self._table.users_of(gone)
             self._kept.owe(gone, users)
             self._table.drop(gone | users)
@@ -170,9 +170,9 @@ class KVSync:
         if self._encoding is not None and not self._encoding.saves().dropped:
             self._notes.put(self._encoding.context.context_id(), self.state())
 
-    def removed(self, before: str) -> None:
-        """Chunks went and none came since the catalogue was in state `before`. Where some saw
-        others, the next ingest looks at all: those have no KV any more."""
+    def keep_notes(self, before: str) -> None:
+        """Move the notes to the catalogue's state now: chunks went and none came since `before`.
+        Where some saw others, the next ingest looks at all: those have no KV any more."""
         if self._table is None:
             self._notes.move(before, self.state())
 
@@ -208,7 +208,7 @@ class KVSync:
             self._kept.delete(self._kept.of_chunks({p.chunk.id for p in placed}))
 
     def state(self) -> str:
-        """Of the documents: another one after every change."""
+        """State of the documents: another one after every change."""
         catalogue = self._kb.catalogue
         return f"{catalogue.uid()}:{catalogue.generation()}"
 
@@ -226,7 +226,7 @@ class KVSync:
         pending = self._kb.catalogue.removals.pending_kv()
         return [] if pending is None else self._kept.of_chunks(pending)
 
-    def _gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
+    def _find_gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
         return set(chunk_ids) - self._kb.catalogue.existing(chunk_ids)
 
     def _stray_keys(self) -> list[ChunkKey]:
@@ -259,7 +259,7 @@ def remove_documents(kb: KnowledgeBase, ids: Sequence[DocumentId], sync: KVSync)
         kb.publish()
         try:
             sync.forget(written.orphaned)
-            sync.removed(before)
+            sync.keep_notes(before)
         except (OSError, sqlite3.Error, TierError) as error:
             # The documents are gone: saying that they are not would be wrong. The catalogue owes
             # the removal of their KV, and the next writer pays it.

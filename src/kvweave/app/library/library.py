@@ -92,7 +92,7 @@ class Library:
             self.promotion = ChunkPromotion(kv.max_context, promotion, self.maker)
         self._own = KVBehind(kv.encoder, client, self.promotion, self.maker, is_own=True)
         self._others = KVByPreamble(self._behind_another)
-        kv.store.know_by(self._known)
+        kv.store.know_by(self._find_known)
 
     @classmethod
     def open(
@@ -234,7 +234,7 @@ class Library:
 
     def asked_by(self, tenant: str) -> None:
         """A request of a tenant is about to look for chunks here: deletions reach it too."""
-        self._client.asked(self._uid, tenant)
+        self._client.note_asker(self._uid, tenant)
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """Its chunk KV behind a preamble: the one that documents are ingested behind, or another
@@ -253,9 +253,9 @@ class Library:
         return self._client.is_gone(chunk_id, as_of, self._tenant)
 
     def _forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
-        self._client.forget_of(self._uid, chunk_ids)
+        self._client.forget_catalogue(self._uid, chunk_ids)
 
-    def _known(self, chunk_ids: Collection[str]) -> Collection[str]:
+    def _find_known(self, chunk_ids: Collection[str]) -> Collection[str]:
         try:
             return self.kb.catalogue.existing([ChunkId(each) for each in chunk_ids])
         except sqlite3.Error as error:  # on a thread that brings bytes, which are not to blame

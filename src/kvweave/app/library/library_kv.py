@@ -79,7 +79,7 @@ class BackgroundKV:
     num_chunks: int = USUAL_CHUNKS  # that a question finds
 
     @classmethod
-    def of(cls, config: WeaveConfig) -> "BackgroundKV | None":
+    def from_config(cls, config: WeaveConfig) -> "BackgroundKV | None":
         """What a configuration says; None: nothing is made in the background."""
         library, quality = config.library, config.quality
         if library.background_kv == "never":
@@ -103,7 +103,7 @@ class KVOptions:
     background: BackgroundKV | None = None  # made by itself; None: it is not
 
     @classmethod
-    def of(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
+    def from_config(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
         """What a configuration says."""
         library, system = config.library, config.model.system
         return cls(
@@ -119,7 +119,7 @@ class KVOptions:
         return CODEC if self.store.codec is None else self.store.codec
 
     def store_config(self, kb: KnowledgeBase) -> StoreConfig:
-        """Of one knowledge base: its tiers, fastest first."""
+        """Configure the store of one knowledge base: its tiers, fastest first."""
         tiers, store = self.tiers, self.store
         if tiers is None:
             host = HostTierConfig()
@@ -159,7 +159,7 @@ class LibraryKV:
         self.table = table
         self.background = background
         self.why_unused = why_unused
-        if barred := KVPlaces(kb.folder / KV_FOLDER).barred():
+        if barred := KVPlaces(kb.folder / KV_FOLDER).find_barred():
             store.bar(barred)
         self._retries = Retries(self._tell_remotes)
         if self.sync().is_owing:
@@ -181,9 +181,11 @@ class LibraryKV:
         options = options or KVOptions()
         preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding, options.extras)
         if options.encoding == "neighbours":  # without a number
-            preparation = _calibrated(preparation, decoder, tokenizer, options.system, say)
+            preparation = _calibrate_neighbours(
+                preparation, decoder, tokenizer, options.system, say
+            )
         with ExitStack() as stack:  # a part that does not open leaves no other part open
-            store = stack.enter_context(KVStore(_noted(kb, options.store_config(kb))))
+            store = stack.enter_context(KVStore(_note_places(kb, options.store_config(kb))))
             table = open_table(kb.folder, preparation)
             if table is not None:
                 stack.callback(table.close)
@@ -238,7 +240,7 @@ class LibraryKV:
         self.close()
 
 
-def _noted(kb: KnowledgeBase, config: StoreConfig) -> StoreConfig:
+def _note_places(kb: KnowledgeBase, config: StoreConfig) -> StoreConfig:
     """A store's settings, once it is noted where the chunk KV of `kb` lies from now on."""
     own = kb.folder / KV_FOLDER
     remotes = [cfg.place for cfg in config.tiers if cfg.place is not None]
@@ -286,7 +288,7 @@ def _why_unused(
     return None
 
 
-def _calibrated(
+def _calibrate_neighbours(
     preparation: Preparation,
     decoder: Decoder,
     tokenizer: Tokenizer,

@@ -117,8 +117,8 @@ class EngineClient:
         """Raise RequestError unless the model and the engine's pool can take a prompt."""
         self.engine.check(prompt_ids)
 
-    def asked(self, catalogue: str, namespace: str) -> None:
-        """Chunks of this catalogue may stand in prompts of this namespace from now on."""
+    def note_asker(self, catalogue: str, namespace: str) -> None:
+        """Note that chunks of this catalogue may stand in prompts of this namespace from now on."""
         if namespace not in self._askers.get(catalogue, ()):
             with self._lock:
                 self._askers.setdefault(catalogue, set()).add(namespace)
@@ -131,12 +131,12 @@ class EngineClient:
             self._askers.pop(catalogue, None)
 
     def known_catalogues(self) -> set[str]:
-        """Those that something is remembered of."""
+        """Catalogues that something is remembered of."""
         with self._lock:
             return {*self.heard, *self._askers}
 
-    def forget_of(self, catalogue: str, chunk_ids: Collection[ChunkId] | None) -> None:
-        """As `forget`, for all namespaces that this catalogue's chunks were in prompts of."""
+    def forget_catalogue(self, catalogue: str, chunk_ids: Collection[ChunkId] | None) -> None:
+        """Forget chunks for all namespaces that this catalogue's chunks were in prompts of."""
         with self._lock:
             namespaces = tuple(self._askers.get(catalogue, ()))
         self.forget(chunk_ids, namespaces)
@@ -152,8 +152,8 @@ class EngineClient:
             engine.forget(chunk_ids, namespaces)
 
     def generation(self) -> int:
-        """Of deletions. Read before chunks are looked for: a deletion from then on is known as one
-        that came after them."""
+        """Count of deletions so far. Read before chunks are looked for: a deletion from then on is
+        known as one that came after them."""
         return self.engine.tombstones.generation
 
     def is_gone(self, chunk_id: ChunkId, as_of: int, namespace: str = "") -> bool:

@@ -216,7 +216,7 @@ class KVPlaces:
         `place`. Raises ConfigError if that cannot be noted."""
         folders = [] if disk is None else [str(disk.absolute())]
         names = list(remotes)
-        if set(folders) <= set(map(str, self.disks())) and set(names) <= self._owed().keys():
+        if set(folders) <= set(map(str, self.disks())) and set(names) <= self._read_owed().keys():
             return
         try:
             with self._changing() as noted:
@@ -236,7 +236,7 @@ class KVPlaces:
 
     def owe(self, gone: Collection[ChunkId], behind: Collection[ChunkId] = ()) -> None:
         """These chunks go: every remote tier owes the deletion of what carries their text."""
-        if not gone or not self._owed():
+        if not gone or not self._read_owed():
             return
         with self._changing() as noted:
             for each in noted["remotes"].values():
@@ -245,12 +245,12 @@ class KVPlaces:
 
     def is_owing(self, targets: Iterable[RemovalTarget]) -> bool:
         """Whether one of these has something to delete."""
-        owed = self._owed()
+        owed = self._read_owed()
         return any(owed[each.place].gone for each in targets if each.place in owed)
 
-    def barred(self) -> frozenset[ChunkId]:
+    def find_barred(self) -> frozenset[ChunkId]:
         """Chunks that were removed and whose KV some remote tier may still have."""
-        return frozenset(name for each in self._owed().values() for name in each.gone)
+        return frozenset(name for each in self._read_owed().values() for name in each.gone)
 
     def pay(self, targets: Iterable[RemovalTarget], known: Known, delete: Delete) -> bool:
         """Delete in these places what they owe; chunks that are back by now (`known`) stay.
@@ -258,7 +258,7 @@ class KVPlaces:
         which the log says."""
         by_place = {each.place: each for each in targets}
         is_paid = True
-        for place, owed in self._owed().items():
+        for place, owed in self._read_owed().items():
             if not owed.gone:
                 continue
             target = by_place.get(place)
@@ -289,7 +289,7 @@ class KVPlaces:
             # what was noted meanwhile may be behind those that were noted before
             noted["remotes"][place] = {"gone": left, "behind": each["behind"]} if left else {}
 
-    def _owed(self) -> dict[str, Owed]:
+    def _read_owed(self) -> dict[str, Owed]:
         """By the place of each remote tier that was ever in use."""
         remotes = self._read().get("remotes", {})
         return {

@@ -21,7 +21,7 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.reasons import Reason
 
 
-class Speculation:
+class Searcher:
     """Searches one knowledge base for questions, and has what it finds begun."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Speculation:
         started_s = time.perf_counter()
         found = Found.from_hits(self._kb.search(vector, num_chunks, how))
         ended_s = time.perf_counter()
-        self._paces.search.searched(ended_s - started_s, [found.ids], 1)
+        self._paces.search.note_search(ended_s - started_s, [found.ids], 1)
         words = f"{len(found.chunks)} chunks"
         events = (
             AnswerEvent("embed", SEARCH, begun_s, started_s),
@@ -115,7 +115,7 @@ class Speculation:
         speculator = Speculator(start, pending, most_prefills, is_worth)
         got = retrieve(map(Found.from_hits, stages), speculator)
         guessed = got.said.started > 0
-        pace.searched(got.said.search_s, got.lists, num_stages, guessed=guessed)
+        pace.note_search(got.said.search_s, got.lists, num_stages, guessed=guessed)
         notes = got.generation.notes
         notes.guesses = got.said
         notes.retrieve_ms += got.said.ahead_s * 1e3  # a right guess came before the end
