@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.answer_stream import PieceStream as PieceStream
-from kvweave.app.answer.question import ChatOptions, KVTransfer
+from kvweave.app.answer.question import ChatOptions, CompletionOptions
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.app.library.library import OpenEmbedder
+from kvweave.app.library.library import OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
@@ -62,7 +62,7 @@ class LocalModel(Protocol):
     def bound(self) -> float: ...
 
     def complete(
-        self, prompt: str | Sequence[int], *, sampling: Sampling | None, reuse: str | None
+        self, prompt: str | Sequence[int], **options: Unpack[CompletionOptions]
     ) -> PieceStream: ...
 
     def details(self, answer: Answer, queue_s: float = 0.0) -> "AnswerDetails": ...
@@ -178,14 +178,7 @@ class ModelHost(Protocol):
     ) -> PieceStream: ...
 
     def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        transfer: KVTransfer | None = None,
-        model: str | None = None,
+        self, prompt: str | Sequence[int], **options: Unpack[CompletionOptions]
     ) -> PieceStream:
         """Continue a prompt. Hosts with engines here take a `transfer`; a gateway makes them."""
         ...
@@ -195,10 +188,7 @@ class ModelHost(Protocol):
         folder: Path,
         options: KVOptions,
         settings: AnswerSettings,
-        *,
-        new_embedder: str = ...,
-        open_embedder: OpenEmbedder | None = None,
-        promotion: int = ...,
+        **how: Unpack[OpeningOptions],
     ) -> LibraryHost:
         """Open a knowledge base over these models, made if it is not there. Close it first."""
         ...

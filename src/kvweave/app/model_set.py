@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.conversations import ConversationScope
 from kvweave.app.answer.guessing import Paces, PrefillPace
-from kvweave.app.answer.question import ChatOptions, KVTransfer
+from kvweave.app.answer.question import ChatOptions, CompletionOptions
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder
+from kvweave.app.library.library import OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.config import WeaveConfig, given
@@ -33,7 +33,6 @@ from kvweave.errors import ConfigError, CorpusMismatch, RequestError
 from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.locate import locate
 from kvweave.model.files.tensor_files import TensorFiles
-from kvweave.plan.ordering import PROMOTION
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -166,18 +165,9 @@ class ModelSet:
         return self.weave_for(options.get("model")).chat(messages, **options)
 
     def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        transfer: KVTransfer | None = None,
-        model: str | None = None,
+        self, prompt: str | Sequence[int], **options: Unpack[CompletionOptions]
     ) -> PieceStream:
-        return self.weave_for(model).complete(
-            prompt, sampling=sampling, reuse=reuse, tenant=tenant, transfer=transfer
-        )
+        return self.weave_for(options.get("model")).complete(prompt, **options)
 
     # ── knowledge bases ──────────────────────────────────────────────────────
 
@@ -186,10 +176,7 @@ class ModelSet:
         folder: Path,
         options: KVOptions,
         settings: AnswerSettings,
-        *,
-        new_embedder: str = DEFAULT_EMBEDDER,
-        open_embedder: OpenEmbedder | None = None,
-        promotion: int = PROMOTION,
+        **how: Unpack[OpeningOptions],
     ) -> "LibraryOfModels":
         """A knowledge base for all models that have its tokenizer; a new one is cut with that of
         the usual model. Raises CorpusMismatch where none has it."""
@@ -206,14 +193,7 @@ class ModelSet:
 
         def open_for(weave: Weave) -> Weave:
             own = settings if weave.model_name == fitting[0] else _apart(settings, weave)
-            return weave.over(
-                folder,
-                options,
-                own,
-                new_embedder=new_embedder,
-                open_embedder=open_embedder,
-                promotion=promotion,
-            )
+            return weave.over(folder, options, own, **how)
 
         return LibraryOfModels(
             folder.name, self, [self._weaves[name] for name in fitting], open_for

@@ -31,14 +31,14 @@ from kvweave.app.answer.question import (
     BOUND,
     TOP_K,
     ChatOptions,
-    KVTransfer,
+    CompletionOptions,
     PlainOptions,
     Question,
     SpeculationMode,
 )
 from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
 from kvweave.app.answer.wrapped_answers import ToolAnswer
-from kvweave.app.library.library import DEFAULT_EMBEDDER, Library, embedder_opener
+from kvweave.app.library.library import Library, OpeningOptions, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.library.store_tiers import check_store
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from kvweave.app.answer.answer_details import AnswerDetails
     from kvweave.app.audit.auditor import Auditor
     from kvweave.app.library.kv_progress import KVProgress
-    from kvweave.app.library.library import OpenEmbedder
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.corpus.search import SearchOptions
@@ -225,21 +224,11 @@ class Weave:
         folder: Path,
         options: KVOptions,
         settings: AnswerSettings,
-        *,
-        new_embedder: str = DEFAULT_EMBEDDER,
-        open_embedder: "OpenEmbedder | None" = None,
-        promotion: int = PROMOTION,
+        **how: Unpack[OpeningOptions],
     ) -> Self:
         """Another with the same model over another knowledge base, made if it is not there. The two
         share an engine: close this one last."""
-        library = Library.open(
-            folder,
-            self._runtime,
-            options,
-            new_embedder=new_embedder,
-            open_embedder=open_embedder,
-            promotion=promotion,
-        )
+        library = Library.open(folder, self._runtime, options, **how)
         return type(self)(self._runtime, library, settings, owns_runtime=False)
 
     def close(self) -> None:
@@ -399,33 +388,27 @@ class Weave:
         return made if use is None else ToolAnswer(made, use)
 
     def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        transfer: KVTransfer | None = None,
-        model: str | None = None,
+        self, prompt: str | Sequence[int], **options: Unpack[CompletionOptions]
     ) -> AnswerStream:
         """Continue a text or token ids, without a chat template. As `chat` otherwise. `transfer`
         says where chunks stand among token ids: their KV is reused as it is for documents, and
         chunks that it says are no more are forgotten, if requests brought them."""
         called_s = time.perf_counter()
-        self._refuse_other(model)
-        tokenizer = self._runtime.tokenizer
+        self._refuse_other(options.get("model"))
+        tokenizer, transfer = self._runtime.tokenizer, options.get("transfer")
         if isinstance(prompt, str):
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-        options = PlainOptions(sampling, reuse, tenant)
+        tenant = options.get("tenant", "")
+        plain = PlainOptions(options.get("sampling"), options.get("reuse"), tenant)
         if transfer is not None and transfer.forget:
             self._target.forget_brought(transfer.forget, tenant)
         if transfer is not None and transfer.chunks:
             if isinstance(prompt, str):
                 raise RequestError("spans of chunks are spans of token ids; send the prompt as ids")
             parts = spanned_prompt(ids, transfer.chunks, transfer.preamble, transfer.asked)
-            return self._target.answer_spanned(parts, transfer, options, called_s)
-        return self._target.answer_plain(plain_prompt(ids), options, called_s)
+            return self._target.answer_spanned(parts, transfer, plain, called_s)
+        return self._target.answer_plain(plain_prompt(ids), plain, called_s)
 
     def build_prompt(
         self,

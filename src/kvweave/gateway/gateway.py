@@ -11,9 +11,9 @@ from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
-from kvweave.app.answer.question import ChatOptions, KVTransfer, PlainOptions, Question
+from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions, Question
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
-from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
+from kvweave.app.library.library import DEFAULT_EMBEDDER, OpeningOptions, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.config import GatewaySettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -39,7 +39,6 @@ from kvweave.kv.tiers.config import TierConfig
 from kvweave.metrics import Metrics, Sample
 from kvweave.model.files.generation import read_generation
 from kvweave.model.files.locate import locate_tokenizer
-from kvweave.plan.ordering import PROMOTION
 from kvweave.text.tokenizer import Tokenizer
 
 stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
@@ -177,19 +176,13 @@ class Gateway:
         return self._plain(chat_messages(messages, plain.tenant.encode(), name, tools), plain)
 
     def complete(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        sampling: Sampling | None = None,
-        reuse: str | None = None,
-        tenant: str = "",
-        transfer: KVTransfer | None = None,
-        model: str | None = None,
+        self, prompt: str | Sequence[int], **options: Unpack[CompletionOptions]
     ) -> RoutedAnswer:
-        if transfer is not None:
+        if options.get("transfer") is not None:
             raise RequestError("'kv_transfer_params' are for engines; this is a gateway")
-        made = plain_text(prompt, tenant.encode(), self._upstreams.for_model(model).model)
-        return self._plain(made, PlainOptions(sampling, reuse, tenant))
+        tenant, name = options.get("tenant", ""), self._upstreams.for_model(options.get("model")).model
+        plain = PlainOptions(options.get("sampling"), options.get("reuse"), tenant)
+        return self._plain(plain_text(prompt, tenant.encode(), name), plain)
 
     def _plain(self, prompt: UpstreamPrompt, options: PlainOptions) -> RoutedAnswer:
         sampling = options.sampling or self.sampling(model=prompt.routed.model)
@@ -204,19 +197,16 @@ class Gateway:
         folder: Path,
         options: KVOptions,
         settings: AnswerSettings,
-        *,
-        new_embedder: str = DEFAULT_EMBEDDER,
-        open_embedder: OpenEmbedder | None = None,
-        promotion: int = PROMOTION,
+        **how: Unpack[OpeningOptions],
     ) -> RoutedLibrary:
-        """Open a knowledge base over these upstreams, made if it is not there. `options` and
-        `promotion` are about chunk KV, which upstreams make."""
+        """Open a knowledge base over these upstreams, made if it is not there. `options` and a
+        promotion are about chunk KV, which upstreams make."""
         stored = read_settings(folder)
-        name = stored.embedder if stored else new_embedder
+        name = stored.embedder if stored else how.get("new_embedder", DEFAULT_EMBEDDER)
         kb = KnowledgeBase.open(
             folder,
             tokenizer=self._upstreams.tokenizer,
-            embedder=(open_embedder or open_sentence_embedder)(name),
+            embedder=(how.get("open_embedder") or open_sentence_embedder)(name),
             create=True,
         )
         return RoutedLibrary(kb, self._upstreams, settings)

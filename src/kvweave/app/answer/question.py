@@ -64,6 +64,16 @@ class ChatOptions(TypedDict, total=False):
     parallel_tool_calls: bool
 
 
+class CompletionOptions(TypedDict, total=False):
+    """Keyword arguments of `Weave.complete`; `Question` says what the first three mean."""
+
+    sampling: "Sampling | None"
+    reuse: str | None
+    tenant: str
+    model: str | None
+    transfer: "KVTransfer | None"  # where chunks stand among token ids
+
+
 @dataclass(frozen=True, slots=True)
 class PlainOptions:
     """How a prompt without chunks is answered. Raises RequestError if it cannot be meant."""

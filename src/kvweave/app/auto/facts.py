@@ -176,19 +176,13 @@ class CalibratedGate:
             {ratio for ratio, cell in cells.items() if is_within(cell, share * bound)}
             for cells, share in zip(measured, shares, strict=True)
         ]
-        halved = min(shares) < 1.0
-        why = Reason.HALF_BOUND_NOT_MET if halved else Reason.BOUND_NOT_MET
+        why = Reason.HALF_BOUND_NOT_MET if min(shares) < 1.0 else Reason.BOUND_NOT_MET
         ratio = min(set.intersection(*passing), default=None)
         if ratio is None:
             return Verdict(None, why)
         chosen = [cells[ratio] for cells in measured]
         close = sum(cell.close for cell in chosen) / len(chosen)
-        # what is served must be what was measured: of several leads the widest
-        lead = max(
-            table.close_call if cell.close_call is None else cell.close_call
-            for table, cell in zip(tables, chosen, strict=True)
-        )
-        return Verdict(ratio, why, close=close, close_call=lead)
+        return Verdict(ratio, why, close=close, close_call=_widest_lead(tables, chosen))
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         """Whether chunks may stand in another order than they were found in: ratio 0 if the order
@@ -213,6 +207,15 @@ class CalibratedGate:
         share = 1.0 if table.preamble == self._preamble else ELSEWHERE
         covered = table.has_history or not has_history
         return share if covered or self._with_history is not self._tables else share * ELSEWHERE
+
+
+def _widest_lead(tables: Sequence[Table], chosen: Sequence[Cell]) -> float:
+    """The lead of a first token that counts as a close call: what is served must be what was
+    measured."""
+    return max(
+        table.close_call if cell.close_call is None else cell.close_call
+        for table, cell in zip(tables, chosen, strict=True)
+    )
 
 
 def _counted_tokens(shape: PromptShape) -> int:

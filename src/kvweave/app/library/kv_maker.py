@@ -161,47 +161,76 @@ class KVMaker:
                 corpus = self._corpus if self._corpus.prepare() else None
                 prepare_s = time.monotonic() + PREPARE_S
             try:
-                did_something = (
-                    self._make_wanted() or self._make_next(corpus) or self._make_front(corpus)
-                )
+                did_something = self._make_one(corpus)
             except (GaveUp, EngineClosed):
                 return
-            except (KVWeaveError, sqlite3.Error, OSError) as error:
-                log.warning("chunk KV in the background: %s; tried again", error)
-                did_something = False
             if not did_something:
-                with self._changed:
-                    self._changed.notify_all()
-                    if not self._wanted and not self._closing.is_set():
-                        is_over = corpus is None and not self._may_prepare()
-                        self._changed.wait(None if is_over else LOOK_S)
+                self._rest(corpus)
+
+    def _make_one(self, corpus: CorpusKV | None) -> bool:
+        """Make the KV whose turn it is. False: there is none, or it is tried again."""
+        try:
+            if self._make_wanted():
+                return True
+            return corpus is not None and (self._make_next(corpus) or self._make_front(corpus))
+        except (GaveUp, EngineClosed):
+            raise
+        except (KVWeaveError, sqlite3.Error, OSError) as error:
+            log.warning("chunk KV in the background: %s; tried again", error)
+            return False
+
+    def _rest(self, corpus: CorpusKV | None) -> None:
+        """Wait until something is wanted, or a moment where documents may come."""
+        with self._changed:
+            self._changed.notify_all()
+            if not self._wanted and not self._closing.is_set():
+                is_over = corpus is None and not self._may_prepare()
+                self._changed.wait(None if is_over else LOOK_S)
 
     def _may_prepare(self) -> bool:
         """Whether there is KV to be made for a knowledge base, now or once a tier is well again."""
         return self._corpus is not None and not self._corpus.is_unused
 
     def _make_wanted(self) -> bool:
+        """Make what some request wants. False: there is nothing."""
         with self._changed:
             if not self._wanted:
                 return False
             wanted = self._wanted.popleft()
         try:
-            if wanted.is_absent():
-                self._make(wanted)
-        except (GaveUp, EngineClosed):
-            raise
-        except Exception as error:  # what the device raises: answers go on, and it must be seen
-            chunk_id = wanted.chunk.id
-            _count_failure(wanted.encoder, error)
-            log.exception("the KV of chunk %s, which requests brought, is not stored", chunk_id)
+            words = "the KV of chunk %s, which requests brought, is not stored"
+            self._try(wanted.encoder, wanted.chunk, words, lambda: self._make(wanted))
         finally:
             with self._changed:
                 self._names.discard(wanted.name)
                 self._changed.notify_all()
         return True
 
+    def _try(
+        self, encoder: ChunkEncoder, chunk: Chunk, words: str, work: Callable[[], None]
+    ) -> Exception | None:
+        """Run what makes the KV of a chunk. Returns what the device raised, logged and counted:
+        answers go on. Raises GaveUp, EngineClosed."""
+        with self._changed:
+            self._is_making = True
+        try:
+            work()
+        except (GaveUp, EngineClosed):
+            raise
+        except Exception as error:
+            log.exception(words, chunk.id)
+            encoder.store.metrics.count("kv_not_made_total", reason=type(error).__name__)
+            return error
+        finally:
+            with self._changed:
+                self._is_making = False
+                self._changed.notify_all()
+        return None
+
     def _make(self, wanted: WantedKV) -> None:
         encoder, chunk, as_of, _ = wanted
+        if not wanted.is_absent():
+            return
         with self._pace.turn(self._closing) as turn:
             turn.wait()
             if self._was_deleted(chunk, as_of):
@@ -217,83 +246,65 @@ class KVMaker:
     def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
         return as_of is not None and self._is_gone(chunk.id, as_of)
 
-    def _make_next(self, corpus: CorpusKV | None) -> bool:
-        """The chunk of the knowledge base whose turn it is. False: there is none."""
-        if corpus is None:
-            return False
+    def _make_next(self, corpus: CorpusKV) -> bool:
+        """Make the chunk of the knowledge base whose turn it is. False: there is none, or another
+        process writes."""
         corpus.look()
-        with self._changed:
-            asked = list(self._asked_ids)
-        chunk = corpus.next(self._asked.count, asked)
+        chunk = corpus.next(self._asked.count, self._list_asked())
         if chunk is None:
             return False
-        with self._changed:
-            self._is_making = True
-        try:
-            with self._pace.turn(self._closing, idle_only=corpus.is_idle_only) as turn:
-                if not corpus.is_idle_only:
-                    turn.wait()
-                corpus.make(chunk, turn)
-            self._settle(corpus, chunk)
-        except (GaveUp, EngineClosed):
-            raise
-        except CorpusError:  # another process writes: later
-            return False
-        except Exception as error:  # as above
-            log.exception("the KV of chunk %s is not stored", chunk.id)
-            _count_failure(corpus.encoder, error)
-            corpus.leave_out(chunk, error)
-            self._settle(corpus, chunk, is_made=False)
-        finally:
-            with self._changed:
-                self._is_making = False
-                self._changed.notify_all()
-        return True
+        is_busy = False
 
-    def _make_front(self, corpus: CorpusKV | None) -> bool:
-        """The front copy whose turn it is. False: there is none, or answers are in the making:
+        def work() -> None:
+            nonlocal is_busy
+            try:
+                with self._pace.turn(self._closing, idle_only=corpus.is_idle_only) as turn:
+                    if not corpus.is_idle_only:
+                        turn.wait()
+                    corpus.make(chunk, turn)
+                if self._is_kept(corpus, chunk):
+                    corpus.note_made(chunk)
+            except CorpusError:
+                is_busy = True
+
+        error = self._try(corpus.encoder, chunk, "the KV of chunk %s is not stored", work)
+        if error is not None:
+            corpus.leave_out(chunk, error)
+            self._is_kept(corpus, chunk)
+        return not is_busy
+
+    def _make_front(self, corpus: CorpusKV) -> bool:
+        """Make the front copy whose turn it is. False: there is none, or answers are in the making:
         then what requests want must not wait behind it."""
-        if corpus is None or not self._pace.is_quiet():
+        if not self._pace.is_quiet():
             return False
-        with self._changed:
-            asked = list(self._asked_ids)
-        chunk = corpus.fronts.next(self._asked.count, asked)
+        chunk = corpus.fronts.next(self._asked.count, self._list_asked())
         if chunk is None:
             return False
-        with self._changed:
-            self._is_making = True
-        try:
+
+        def work() -> None:
             # begun when it is quiet, gone on with in small shares beside answers: what has its turn
             # behind this one must not wait until it is quiet again
             with self._pace.turn(self._closing) as turn:
                 corpus.encoder.encode_isolated([chunk], turn)
-        except (GaveUp, EngineClosed):
-            raise
-        except Exception as error:  # as above
-            log.exception("the front copy of chunk %s is not stored", chunk.id)
-            _count_failure(corpus.encoder, error)
-        finally:
-            with self._changed:
-                self._is_making = False
-                self._changed.notify_all()
-        corpus.flush()  # see the module: written first, then looked for
-        if corpus.was_deleted(chunk):
-            corpus.forget(chunk)
-        else:
+
+        self._try(corpus.encoder, chunk, "the front copy of chunk %s is not stored", work)
+        if self._is_kept(corpus, chunk):
             corpus.fronts.done(chunk)
         return True
 
-    def _settle(self, corpus: CorpusKV, chunk: Chunk, *, is_made: bool = True) -> None:
-        """Write what was made, then look whether its chunk is still there, see the module."""
+    def _list_asked(self) -> list[ChunkId]:
+        with self._changed:
+            return list(self._asked_ids)
+
+    def _is_kept(self, corpus: CorpusKV, chunk: Chunk) -> bool:
+        """Write what was made, then look whether its chunk is still there, see the module; what is
+        made of one that went is forgotten."""
         corpus.flush()
         if corpus.was_deleted(chunk):
             corpus.forget(chunk)
-        elif is_made:
-            corpus.note_made(chunk)
-
-
-def _count_failure(encoder: ChunkEncoder, error: Exception) -> None:
-    encoder.store.metrics.count("kv_not_made_total", reason=type(error).__name__)
+            return False
+        return True
 
 
 def _delete(encoder: ChunkEncoder, chunk: Chunk) -> None:

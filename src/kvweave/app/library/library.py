@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_behind import ChunkPromotion, KVBehind, KVByPreamble, PreambleKey
@@ -42,6 +43,14 @@ DEFAULT_EMBEDDER = LibrarySettings().embedder
 FLUSH_S = 10.0  # at the end, for writes under way
 
 OpenEmbedder = Callable[[str], Embedder]
+
+
+class OpeningOptions(TypedDict, total=False):
+    """How a knowledge base is opened, where that is not as usual."""
+
+    new_embedder: str  # of one that is new
+    open_embedder: OpenEmbedder  # lets several knowledge bases share one
+    promotion: int  # requests that bring a chunk before its KV is stored; 0: never
 
 
 def open_sentence_embedder(name: str, weights: EncoderWeights = "auto") -> Embedder:
@@ -102,34 +111,30 @@ class Library:
         options: KVOptions | None = None,
         *,
         embedder: str | None = None,
-        new_embedder: str = DEFAULT_EMBEDDER,
-        open_embedder: OpenEmbedder | None = None,
-        promotion: int = PROMOTION,
+        **how: Unpack[OpeningOptions],
     ) -> "Library":
-        """Open or make the knowledge base in `folder`.
-
-        `embedder` None is the one it was made with, `new_embedder` for a new one. `open_embedder`
-        lets several knowledge bases share one.
-        """
+        """Open or make the knowledge base in `folder`. `embedder` None: the one it was made with."""
         options = options or KVOptions()
         # what cannot be meant is refused before a knowledge base is made
         choose_preparation(folder / KV_FOLDER, options.encoding, options.extras)
         stored = read_settings(folder)
-        name = embedder or (stored.embedder if stored else new_embedder)
+        name = embedder or (
+            stored.embedder if stored else how.get("new_embedder", DEFAULT_EMBEDDER)
+        )
         decoder, tokenizer, client = runtime.decoder, runtime.tokenizer, runtime.client
         with ExitStack() as stack:  # a part that does not open leaves no other part open
             kb = stack.enter_context(
                 KnowledgeBase.open(
                     folder,
                     tokenizer=tokenizer,
-                    embedder=(open_embedder or open_sentence_embedder)(name),
+                    embedder=(how.get("open_embedder") or open_sentence_embedder)(name),
                     create=True,
                 )
             )
             kv = stack.enter_context(
                 LibraryKV.open(kb, decoder, tokenizer, options, run_alone=client.run_alone)
             )
-            library = cls(kb, kv, client, promotion=promotion)
+            library = cls(kb, kv, client, promotion=how.get("promotion", PROMOTION))
             stack.callback(library._removals.close)
             library.repair()
             library.start()
