@@ -272,7 +272,7 @@ def test_uploads_at_once_do_not_pass_a_quota_together(weave: Weave, tmp_path: Pa
             return httpx.post(place, json=NOTE, headers=own, timeout=60).status_code
 
         assert sorted(pool.map(upload, range(8))) == [200] * 2 + [403] * 6
-        assert len(libraries.names("one")) == 2
+        assert len(libraries.folders.names("one")) == 2
         assert upload(9) == 403, "what is under way counts once"
     libraries.close()
 

@@ -28,7 +28,7 @@ def test_a_page_of_another_origin_cannot_upload(kb_server: KbServer) -> None:
         assert reply.status_code == 403
         assert reply.json()["error"]["code"] == "origin_not_allowed"
         assert "access-control-allow-origin" not in reply.headers
-    assert "origins" not in kb_server.libraries.names("")
+    assert "origins" not in kb_server.libraries.folders.names("")
 
 
 def test_its_own_page_can(kb_server: KbServer) -> None:

@@ -389,8 +389,8 @@ def test_tenants_have_other_keys_for_the_same_chunk(weave: Any, tmp_path: Path) 
     assert keys[0] == keys[1], "no tenant: they share"
     assert len(set(keys)) == 3
     assert (tmp_path / "@acme" / "a").is_dir()
-    assert libraries.names("acme") == ["a"]
-    assert libraries.names("") == ["a", "b"]
+    assert libraries.folders.names("acme") == ["a"]
+    assert libraries.folders.names("") == ["a", "b"]
     libraries.close()
 
 

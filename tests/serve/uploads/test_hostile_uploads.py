@@ -200,7 +200,7 @@ def test_long_documents_of_one_tenant_leave_another_a_thread(weave: Weave, tmp_p
         long = [threading.Thread(target=send, args=(number,)) for number in range(3)]
         for each in long:
             each.start()
-        while libraries.names("one") == []:  # the first is taken in
+        while libraries.folders.names("one") == []:  # the first is taken in
             time.sleep(0.01)
         reply = upload(url, json.dumps(NOTE).encode(), of_tenant(2))
         assert reply.status_code == 200, reply.text

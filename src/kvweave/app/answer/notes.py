@@ -10,7 +10,7 @@ from kvweave.app.answer.guessing import SpeculationLog, SpeculationRecord
 from kvweave.app.audit.audit_log import AuditNote
 from kvweave.corpus.chunker import make_chunk_id, section_title
 from kvweave.engine.request import RequestTimeline, Ticket
-from kvweave.fuse.record import ChunkRecord, FuseRecord
+from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
 from kvweave.text.prompt import Document, Prompt, chunk_text
 from kvweave.text.tokenizer import Tokenizer
@@ -80,7 +80,11 @@ def sources_of(
         free = places.get(chunk.token_ids, [])
         assert free, "every chunk that was retrieved is in the prompt"
         start = free.pop(0) if len(free) > 1 else free[0]  # brought twice, it stands there twice
-        sources.append(_source(number, chunk, start, records.get(start)))
+        chunk_record = records.get(start)
+        tier = None if chunk_record is None else chunk_record.tier
+        fate = COMPUTED if chunk_record is None else str(chunk_record.state)
+        span = start, start + len(chunk.token_ids)
+        sources.append(_make_source(number, chunk, span, tier, fate))
     return tuple(sources)
 
 
@@ -89,26 +93,19 @@ def routed_sources(
 ) -> tuple[AnswerSource, ...]:
     """Sources of an answer that is computed elsewhere, given where its chunks stand, as far as that
     is known. What becomes of each is not known."""
-    sources = []
-    for number, chunk in enumerate(retrieved, 1):
-        name = chunk.id or make_chunk_id(chunk.token_ids)
-        sources.append(
-            AnswerSource(
-                cited_as=number,
-                document=chunk.document,
-                title=chunk.title,
-                chunk=name,
-                score=chunk.score,
-                span=spans.get(name),
-                tier=None,
-                fate=None,
-            )
-        )
-    return tuple(sources)
+    ids = [chunk.id or make_chunk_id(chunk.token_ids) for chunk in retrieved]
+    return tuple(
+        _make_source(number, chunk, spans.get(name), None, None)
+        for number, (chunk, name) in enumerate(zip(retrieved, ids, strict=True), 1)
+    )
 
 
-def _source(
-    number: int, chunk: RetrievedChunk, start: int, record: ChunkRecord | None
+def _make_source(
+    number: int,
+    chunk: RetrievedChunk,
+    span: tuple[int, int] | None,
+    tier: str | None,
+    fate: str | None,
 ) -> AnswerSource:
     return AnswerSource(
         cited_as=number,
@@ -116,9 +113,9 @@ def _source(
         title=chunk.title,
         chunk=chunk.id or make_chunk_id(chunk.token_ids),
         score=chunk.score,
-        span=(start, start + len(chunk.token_ids)),
-        tier=None if record is None else record.tier,
-        fate=COMPUTED if record is None else str(record.state),
+        span=span,
+        tier=tier,
+        fate=fate,
     )
 
 

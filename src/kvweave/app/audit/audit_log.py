@@ -189,20 +189,18 @@ class AuditLog:
             cell.reopened += 1
 
     def figures(self, strategy: str, ratio: float) -> AuditFigures:
-        with self._lock:
-            cell = self._cells.get((strategy, ratio))
-            return AuditFigures() if cell is None else cell.figures
+        return self._peek(strategy, ratio).figures
 
     def total(self, strategy: str, ratio: float) -> int:
         """Audits ever, of which the newest are remembered."""
-        with self._lock:
-            cell = self._cells.get((strategy, ratio))
-            return 0 if cell is None else cell.total
+        return self._peek(strategy, ratio).total
 
     def times_reopened(self, strategy: str, ratio: float) -> int:
+        return self._peek(strategy, ratio).reopened
+
+    def _peek(self, strategy: str, ratio: float) -> _AuditCell:
         with self._lock:
-            cell = self._cells.get((strategy, ratio))
-            return 0 if cell is None else cell.reopened
+            return self._cells.get((strategy, ratio)) or _AuditCell()
 
     def list_cells(self) -> list[AuditedCell]:
         """Every strategy and ratio that was audited."""

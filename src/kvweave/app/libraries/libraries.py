@@ -1,19 +1,15 @@
 """Knowledge bases by name, over one host: opened on use, a few at a time, made on first upload.
 
-    <root>/NAME/             a knowledge base of those who have no tenant
-    <root>/@TENANT/NAME/     one of a tenant; no other tenant can name it
-
 All methods may be called from any thread.
 """
 
 import logging
-import re
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +22,14 @@ from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
+from kvweave.app.libraries.library_folders import (
+    LibraryFolders,
+    LibraryKey,
+    NoSuchKnowledgeBase,
+    check_name,
+    check_tenant,
+    is_library,
+)
 from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
 from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
@@ -91,14 +95,6 @@ stages = logging.getLogger("kvweave.stages")  # what a server does before it is 
 T = TypeVar("T")
 
 SEARCHERS = 4  # threads that look things up: each has a connection to every catalogue it met
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
-NAMES = "letters, digits, - and _, at most 64, a letter or digit first"
-
-
-class NoSuchKnowledgeBase(CorpusError):
-    """Nothing goes by that name here."""
-
-
 # What is said of a knowledge base that does not open, by the kind of trouble; the log says more
 PROBLEMS = {
     "CorpusDamaged": "damaged; its administrator can look with kvweave kb check",
@@ -123,13 +119,6 @@ class LibraryStatus(NamedTuple):
     kv: KVProgress
     problem: str | None = None  # what is wrong with it, in words that name no path
     order: str | None = None  # of chunks, for questions that do not say it
-
-
-class LibraryKey(NamedTuple):
-    """Whose knowledge base, and which."""
-
-    tenant: str  # "": of those without one
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +157,7 @@ class Libraries:
         open_embedder: OpenEmbedder = open_sentence_embedder,
     ) -> None:
         self.config = config or LibrariesConfig()
-        for place in self.config.folders:
-            check_name(place.name)
-            check_tenant(place.tenant)
+        self.folders = LibraryFolders(self.config.root, self.config.folders)
         self._weave = weave
         self._embedders = Embedders(open_embedder, self._is_quiet)
         self._searching = ThreadPoolExecutor(SEARCHERS, thread_name_prefix="search")
@@ -187,21 +174,10 @@ class Libraries:
             self._open, self.config.open_most, self.config.wait_s
         )
 
-    def names(self, tenant: str) -> list[str]:
-        """The tenant's knowledge bases, sorted."""
-        named = {place.name for place in self.config.folders if place.tenant == tenant}
-        root = self._root_of(tenant)
-        if root is not None and root.is_dir():
-            found = (p for p in root.iterdir() if NAME.fullmatch(p.name))
-            named |= {p.name for p in found if _is_one(p)}
-        return sorted(named)
-
     def models_of(self, tenant: str, name: str) -> Sequence[str]:
         """The models that answer from one of `names`, the usual one first."""
-        folder = self._folder(LibraryKey(tenant, name))
-        assert folder is not None, "a name from `names` has a folder"
         try:
-            return self._weave.models_of(folder)
+            return self._weave.models_of(self.folders.get(LibraryKey(tenant, name)))
         except CorpusError:  # what is wrong with it is told to those who ask it
             return [self._weave.model_name]
 
@@ -214,7 +190,7 @@ class Libraries:
             self.embed([""])
         except KVWeaveError as error:
             log.warning("the embedder of new knowledge bases does not open: %s", error)
-        for place in self._changed_last(self.config.open_most):
+        for place in self.folders.changed_last(self.config.open_most):
             try:
                 with self.use(place.tenant, place.name) as weave:
                     weave.kb.warm()
@@ -226,34 +202,14 @@ class Libraries:
 
     def has_some(self) -> bool:
         """Whether there is a knowledge base, of whatever tenant."""
-        return bool(self._changed_last(1))
-
-    def _changed_last(self, most: int) -> list[LibraryKey]:
-        """The knowledge bases of all tenants that changed last, the very last one last."""
-        root, places = self.config.root, set(self.config.folders)
-        tenants = {""}
-        if root is not None and root.is_dir():
-            tenants |= {
-                p.name[1:] for p in root.iterdir() if re.fullmatch(f"@{NAME.pattern}", p.name)
-            }
-        places |= {LibraryKey(tenant, name) for tenant in tenants for name in self.names(tenant)}
-        changed: dict[LibraryKey, float] = {}
-        for place in places:
-            folder = self._folder(place)
-            assert folder is not None, "a name from `names` has a folder"
-            if _is_one(folder):
-                files = folder.glob("catalogue.sqlite*")
-                changed[place] = max((p.stat().st_mtime for p in files), default=0.0)
-        return sorted(changed, key=lambda place: changed[place])[-most:]
+        return bool(self.folders.changed_last(1))
 
     def lend(self, tenant: str, name: str, *, create: bool = False) -> Loan[LibraryHost]:
         """What answers from it, which stays open until the loan is given back. Raises
         NoSuchKnowledgeBase, or makes it where `create` allows; AllInUse if there is no room."""
         place = LibraryKey(tenant, check_name(name))
-        folder = self._folder(place)
-        if folder is None or not (create or read_settings(folder)):
-            known = ", ".join(self.names(tenant)[:8]) or "none yet"
-            raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+        if not (create or read_settings(self.folders.get(place))):
+            raise self.folders.unknown(place)
         with self._may_make(place, create):
             return self._open_cache.lend(place)
 
@@ -295,8 +251,7 @@ class Libraries:
         return answer
 
     def _open(self, place: LibraryKey) -> LibraryHost:
-        folder = self._folder(place)
-        assert folder is not None, "`lend` looked"
+        folder = self.folders.get(place)
         if read_settings(folder) is None and not self._making[place]:
             raise NoSuchKnowledgeBase(f"{place.name!r} was deleted just now")
         config, system, tenant = self.config, self._weave.system, place.tenant
@@ -396,10 +351,10 @@ class Libraries:
     def _check_opens(self, place: LibraryKey) -> KnowledgeBaseSettings | None:
         """Return its settings. Raises CorpusMismatch where they did not fit when it was opened
         last, or do not fit the models and embedders that are loaded. Loads none itself."""
-        folder = self._folder(place)
-        settings = None if folder is None else read_settings(folder)
-        if folder is None or settings is None:
-            return settings
+        folder = self.folders.get(place)
+        settings = read_settings(folder)
+        if settings is None:
+            return None
         found, unfit = self._unfit.get(place, (None, None))
         if unfit is not None and found == settings:
             raise unfit
@@ -413,22 +368,8 @@ class Libraries:
 
     def totals(self, tenant: str, name: str) -> Totals:
         """Counts of a knowledge base, which is not opened for it."""
-        folder = self._folder(LibraryKey(tenant, check_name(name)))
-        assert folder is not None, "a name from `names` has a folder"
-        with KnowledgeBase.open(folder) as kb:
+        with KnowledgeBase.open(self.folders.get(LibraryKey(tenant, check_name(name)))) as kb:
             return kb.totals()
-
-    def document_bytes(self, tenant: str) -> int:
-        """On the disk, of all knowledge bases of a tenant: their documents, vectors and indexes.
-        Chunk KV can be made again and has a budget of its own."""
-        total = 0
-        for name in self.names(tenant):
-            folder = self._folder(LibraryKey(tenant, name))
-            assert folder is not None, "a name from `names` has a folder"
-            for file in (*folder.glob("catalogue.sqlite*"), *(folder / "index").glob("*")):
-                with suppress(FileNotFoundError):
-                    total += file.stat().st_size
-        return total
 
     def kv_progress(self, tenant: str, name: str) -> KVProgress:
         """How far its chunk KV is; it is not opened for it, and looked at on its disk unless it is
@@ -439,9 +380,7 @@ class Libraries:
         made = progress[0] if progress else None
         if made is not None and made.state not in ("unused", "failed"):
             return made
-        folder = self._folder(place)
-        assert folder is not None, "a name from `names` has a folder"
-        with KnowledgeBase.open(folder) as kb:
+        with KnowledgeBase.open(self.folders.get(place)) as kb:
             found = progress_on_disk(kb)
         if made is None or found.state in ("ready", "making"):
             return found
@@ -471,10 +410,9 @@ class Libraries:
         while for those who use it. Raises InUse, NoSuchKnowledgeBase; RequestError for one whose
         folder was named when the server was started."""
         place = LibraryKey(tenant, check_name(name))
-        folder = self._folder(place)
-        if folder is None or not _is_one(folder):
-            known = ", ".join(self.names(tenant)[:8]) or "none yet"
-            raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+        folder = self.folders.get(place)
+        if not is_library(folder):
+            raise self.folders.unknown(place)
         if place in self.config.folders:
             raise RequestError(
                 f"{name!r} lies in a folder that was named with --kb; stop the server and delete "
@@ -563,36 +501,3 @@ class Libraries:
                 yield loan.thing
         finally:
             loan.give_back()
-
-    def _folder(self, place: LibraryKey) -> Path | None:
-        if place in self.config.folders:
-            return self.config.folders[place]
-        root = self._root_of(place.tenant)
-        return None if root is None else root / place.name
-
-    def _root_of(self, tenant: str) -> Path | None:
-        root = self.config.root
-        return root / f"@{tenant}" if root is not None and tenant else root
-
-
-def _is_one(folder: Path) -> bool:
-    """Whether a knowledge base lies there, sound or not."""
-    try:
-        return read_settings(folder) is not None
-    except CorpusError:
-        return True
-
-
-def check_name(name: str) -> str:
-    """Raises RequestError unless `name` may name a knowledge base."""
-    if not NAME.fullmatch(name):
-        shown = name if len(name) <= 64 else f"{name[:64]}…"
-        raise RequestError(f"{shown!r} cannot name a knowledge base; use {NAMES}")
-    return name
-
-
-def check_tenant(tenant: str) -> str:
-    """Raises ConfigError unless `tenant` is empty or may name a tenant."""
-    if tenant and not NAME.fullmatch(tenant):
-        raise ConfigError(f"{tenant!r} cannot name a tenant; use {NAMES}")
-    return tenant

@@ -7,16 +7,14 @@ one tenant take turns. What is kept is bounded: the one that was changed longest
 """
 
 import json
-import re
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvweave.app.libraries.library_folders import NAME, NAMES
 from kvweave.corpus.disk_files import atomic_file, make_folder, sync
 from kvweave.errors import CorpusError, RequestError
 
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # no dot, no slash: never a path of its own
-IDS = "letters, digits, - and _, at most 64, a letter or digit first"
 MOST = 200  # of one tenant
 MOST_BYTES = 1 << 20  # of one of them
 
@@ -116,11 +114,11 @@ class SavedConversations:
 
     def _files(self, tenant: str) -> list[Path]:
         folder = self._folder / f"@{tenant}"
-        return [path for path in folder.glob("*.json") if ID.fullmatch(path.stem)]
+        return [path for path in folder.glob("*.json") if NAME.fullmatch(path.stem)]
 
     def _path(self, tenant: str, name: str) -> Path:
-        if not ID.fullmatch(name):
-            raise RequestError(f"{name[:64]!r} cannot name a conversation; use {IDS}")
+        if not NAME.fullmatch(name):
+            raise RequestError(f"{name[:64]!r} cannot name a conversation; use {NAMES}")
         return self._folder / f"@{tenant}" / f"{name}.json"
 
 

@@ -21,7 +21,6 @@ every chunk again.
 
 import json
 import logging
-import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -31,6 +30,7 @@ from pathlib import Path
 from kvweave.app.library.neighbours import NeighbourKeeper, open_table
 from kvweave.app.library.stored_kv import RemovalTarget, StoredKV
 from kvweave.corpus.catalogue import Written
+from kvweave.corpus.disk_files import atomic_file
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError, CorpusFull, TierError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -328,6 +328,5 @@ class EncodedNotes:
         return found if isinstance(found, dict) else {}
 
     def _write(self, notes: dict[str, str]) -> None:
-        temporary = self._path.with_suffix(f".{os.urandom(6).hex()}.tmp")  # nobody else's
-        temporary.write_text(json.dumps(notes) + "\n")
-        temporary.replace(self._path)
+        with atomic_file(self._path) as file:
+            file.write(f"{json.dumps(notes)}\n".encode())

@@ -113,7 +113,7 @@ class Library:
         embedder: str | None = None,
         **how: Unpack[OpeningOptions],
     ) -> "Library":
-        """Open or make the knowledge base in `folder`. `embedder` None: the one it was made with."""
+        """Open or make the knowledge base in `folder`. `embedder` None: what it was made with."""
         options = options or KVOptions()
         # what cannot be meant is refused before a knowledge base is made
         choose_preparation(folder / KV_FOLDER, options.encoding, options.extras)

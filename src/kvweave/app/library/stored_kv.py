@@ -17,14 +17,13 @@ The order makes a kill at any moment harmless: noted · deleted elsewhere · del
 import fcntl
 import json
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvweave.corpus.disk_files import make_folder, sync
+from kvweave.corpus.disk_files import atomic_file, make_folder
 from kvweave.errors import ConfigError, TierError
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.provenance import Provenance, carries, find_keys, find_tagged
@@ -317,10 +316,5 @@ class KVPlaces:
             fcntl.flock(lock, fcntl.LOCK_EX)
             noted = self._read()
             yield noted
-            temporary = self._path.with_suffix(".tmp")
-            with temporary.open("w") as file:
-                file.write(json.dumps(noted, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())  # the catalogue forgets what is noted here
-            temporary.replace(self._path)
-            sync(self._path.parent)
+            with atomic_file(self._path) as file:  # the catalogue forgets what is noted here
+                file.write(f"{json.dumps(noted, indent=1)}\n".encode())

@@ -4,7 +4,7 @@ from fastapi import APIRouter, Request
 
 from kvweave.app.libraries.libraries import (
     Libraries,
-    NoSuchKnowledgeBase,
+    LibraryKey,
     SearchOptions,
     check_name,
 )
@@ -132,7 +132,7 @@ def kb_routes(context: Context) -> APIRouter:
 def _knowledge_bases(
     libraries: Libraries, tenant: str, after: str | None, limit: int | None
 ) -> KnowledgeBaseList:
-    names = [name for name in libraries.names(tenant) if after is None or name > after]
+    names = [name for name in libraries.folders.names(tenant) if after is None or name > after]
     shown = names[:limit]
     return KnowledgeBaseList(
         data=[_knowledge_base(libraries, tenant, name) for name in shown],
@@ -141,9 +141,8 @@ def _knowledge_bases(
 
 
 def _one_knowledge_base(libraries: Libraries, tenant: str, name: str) -> KnowledgeBaseOut:
-    if check_name(name) not in libraries.names(tenant):
-        known = ", ".join(libraries.names(tenant)[:8]) or "none yet"
-        raise NoSuchKnowledgeBase(f"no knowledge base {name!r} here; known: {known}")
+    if check_name(name) not in libraries.folders.names(tenant):
+        raise libraries.folders.unknown(LibraryKey(tenant, name))
     return _knowledge_base(libraries, tenant, name)
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from kvweave.app.hosts import ModelHost
-from kvweave.app.libraries.libraries import NAME, Libraries
+from kvweave.app.libraries.libraries import Libraries
+from kvweave.app.libraries.library_folders import NAME
 from kvweave.errors import ConfigError
 from kvweave.serve.access.errors import ApiError
 
@@ -95,7 +96,7 @@ class ModelNames:
         aliases = [ListedModel(name, "alias", own) for name in self._aliases if name != own]
         kbs = [
             ListedModel(f"{model}{AT}{kb}", "kb", model)
-            for kb in self._libraries.names(tenant)
+            for kb in self._libraries.folders.names(tenant)
             for model in self._libraries.models_of(tenant, kb)
         ]
         return [

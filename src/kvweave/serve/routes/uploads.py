@@ -120,7 +120,9 @@ async def receive_upload(
 
 def refuse_unknown(context: Context, tenant: str, name: str) -> None:
     """Raise a 404 for a knowledge base that is not there and cannot be made."""
-    if context.libraries.config.root is None and name not in context.libraries.names(tenant):
+    if context.libraries.config.root is None and name not in context.libraries.folders.names(
+        tenant
+    ):
         message = f"no knowledge base {name!r} here, and none can be made without --kb-root"
         raise ApiError(404, message)
 

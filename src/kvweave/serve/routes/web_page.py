@@ -105,7 +105,7 @@ def _model_out(weave: ModelHost, name: str, context: int | None) -> ServedModelO
 
 
 def _demo(libraries: Libraries, tenant: str) -> DemoOut:
-    is_there = NAME in libraries.names(tenant)
+    is_there = NAME in libraries.folders.names(tenant)
     return DemoOut(
         name=NAME,
         documents=len(sample_documents()),

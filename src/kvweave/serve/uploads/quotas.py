@@ -72,7 +72,7 @@ class TenantQuotas:
         most = self._limits.tenant_kbs
         if most is None:
             return
-        names = {*self._libraries.names(tenant), *(each.name for each in others)}
+        names = {*self._libraries.folders.names(tenant), *(each.name for each in others)}
         if name not in names and len(names) >= most:
             raise _over_quota(f"you may have {most} knowledge bases, and have them")
 
@@ -83,7 +83,9 @@ class TenantQuotas:
         while self._refused and self._refused[0].until_s < time.monotonic():
             self._refused.popleft()
         refused = sum(each.num_bytes for each in self._refused if each.tenant == tenant)
-        used = self._libraries.document_bytes(tenant) + sum(each.num_bytes for each in others)
+        used = self._libraries.folders.document_bytes(tenant) + sum(
+            each.num_bytes for each in others
+        )
         if used + refused >= most:
             used_text, most_text = (f"{n / 2**20:,.1f} MiB" for n in (used + refused, most))
             has = f"your documents take {used_text} of {most_text}, uploads under way counted"

@@ -19,7 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.libraries.libraries import NAME
+from kvweave.app.libraries.library_folders import NAME
 
 NAME_PATTERN = f"^{NAME.pattern}$"  # of a knowledge base
 MOST_FORGOTTEN = 4096  # chunks in one request
