@@ -30,11 +30,8 @@ from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.engine.background import BUSY_SHARE
-from kvweave.errors import ConfigError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, run_at_once
 from kvweave.errors import ConfigError, KVWeaveError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, Texts, run_at_once
-from kvweave.fuse.encode.context_room import check_room
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, RunAlone, run_at_once
 from kvweave.fuse.encode.contexts import Variant, context_filler, digest_ids
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import (
