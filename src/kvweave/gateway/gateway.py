@@ -180,7 +180,10 @@ class Gateway:
     ) -> RoutedAnswer:
         if options.get("transfer") is not None:
             raise RequestError("'kv_transfer_params' are for engines; this is a gateway")
-        tenant, name = options.get("tenant", ""), self._upstreams.for_model(options.get("model")).model
+        tenant, name = (
+            options.get("tenant", ""),
+            self._upstreams.for_model(options.get("model")).model,
+        )
         plain = PlainOptions(options.get("sampling"), options.get("reuse"), tenant)
         return self._plain(plain_text(prompt, tenant.encode(), name), plain)
 

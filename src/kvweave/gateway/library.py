@@ -8,11 +8,10 @@ from typing import Any
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.library.stored_kv import Delete, KVPlaces
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
 from kvweave.app.library.library_kv import Retries
-from kvweave.app.library.stored_kv import KV_FOLDER, KVPlaces
+from kvweave.app.library.stored_kv import KV_FOLDER, Delete, KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError, TierError
 from kvweave.gateway.connections import UpstreamFailed, error_of
