@@ -54,7 +54,7 @@ def models(
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVWEAVE_HOME", str(tmp_path_factory.mktemp("home")))
         made = ModelSet([make_weave(folder, name=name) for name, folder in folders.items()])
-        runtime = made.of("twin").runtime
+        runtime = made.weave_for("twin").runtime
         weights = runtime.decoder.weights.fingerprint
         profile = Profile("twin", weights, runtime.tokenizer.fingerprint, LAYERS)
         save_profile(user_path(weights), profile)
