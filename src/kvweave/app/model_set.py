@@ -46,7 +46,8 @@ OpenLibrary = Callable[[Weave], Weave]  # the knowledge base, over another model
 
 
 class ModelSet:
-    """See the module. Any thread. Closes its Weaves; `close` it after all that came from `over`."""
+    """Several models as one host. Any thread. Closes its Weaves; `close` it after all that came
+    from `over`."""
 
     def __init__(self, weaves: Sequence[Weave]) -> None:
         """The first is the usual one. Raises ConfigError where two have the same name."""

@@ -71,7 +71,7 @@ class ActiveAnswers:
 
 
 class BackgroundPace:
-    """See the module. Any thread."""
+    """Says when background work may have the engine. Any thread."""
 
     def __init__(self, answers: ActiveAnswers, share: float = BUSY_SHARE) -> None:
         """`share` of the time is taken while answers are in the making."""

@@ -19,7 +19,8 @@ PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
 
 
 class Refusals:
-    """Of one kind of recording. Written by the thread that owns the device, read by any."""
+    """Refusals of one kind of recording. Written by the thread that owns the device, read by
+    any."""
 
     def __init__(self, what: str, cost: str) -> None:
         """What cannot be recorded then, and what that costs: the words of a log line."""

@@ -29,7 +29,7 @@ class Price(NamedTuple):
 
 
 class SlowestLoad(NamedTuple):
-    """Of several loads the one that is paid for longest."""
+    """The load that is paid for longest, of several."""
 
     link: str
     load_s: float  # by itself

@@ -65,7 +65,7 @@ class TimelineEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerDetails:
-    """See the module."""
+    """All there is to tell of one kept answer."""
 
     texts: list[str]  # what each token of the prompt adds; control tokens by their names
     states: str  # a letter for each token, see LETTERS

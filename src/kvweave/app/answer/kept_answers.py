@@ -43,7 +43,7 @@ class KeptAnswer:
 
 
 class KeptAnswers:
-    """See the module. Any thread; nothing here waits."""
+    """Keeps the last answers so that someone may look closer. Any thread; nothing here waits."""
 
     def __init__(self, most: int, is_gone: IsGoneFor) -> None:
         """`most` of each tenant; 0 keeps none."""

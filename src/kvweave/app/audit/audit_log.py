@@ -49,7 +49,7 @@ class AuditSubject(NamedTuple):
 
 
 class AuditFigures(NamedTuple):
-    """Of the answers of one strategy at one ratio that are remembered."""
+    """Figures of the answers of one strategy at one ratio that are remembered."""
 
     answers: int = 0  # audited
     kl: float = 0.0  # mean over them, nats per token

@@ -87,7 +87,7 @@ class AuditWatch(NamedTuple):
 
 
 class Auditor:
-    """Of one knowledge base, or of documents without one. Any thread; nothing here waits but
+    """Audits one knowledge base, or documents without one. Any thread; nothing here waits but
     `wait` and `close`. At most MOST_OUTSTANDING answers hold their distributions."""
 
     def __init__(

@@ -30,8 +30,8 @@ LOOK_S = 0.5  # how often a wait looks whether it is to end
 
 
 class Measurements:
-    """Of one model on one machine, for chunk KV of one codec. Any thread, unless a method says
-    otherwise. `close` it to keep what the last answers taught."""
+    """What is known of one model on one machine, for chunk KV of one codec. Any thread, unless a
+    method says otherwise. `close` it to keep what the last answers taught."""
 
     def __init__(self, runtime: ModelRuntime, codec: str, profile: Profile | None = None) -> None:
         """`profile` stands in for the model's own."""

@@ -147,7 +147,8 @@ class LibrariesConfig:
 
 
 class Libraries:
-    """See the module. `close` it before the host it was made with."""
+    """Many knowledge bases, of which a few are open. `close` it before the host it was made
+    with."""
 
     def __init__(
         self,

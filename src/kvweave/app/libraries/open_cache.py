@@ -88,7 +88,7 @@ class Loan(Generic[T]):
 
 
 class OpenCache(Generic[Key, T]):
-    """See the module."""
+    """Keeps a few knowledge bases open."""
 
     def __init__(self, open_one: Callable[[Key], T], most: int, wait_s: float) -> None:
         """`open_one` may take a while; it is called on the thread that asks first."""

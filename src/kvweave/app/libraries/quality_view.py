@@ -51,7 +51,7 @@ class GateLine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QualityView:
-    """See the module."""
+    """What the Quality page shows of one model."""
 
     bound: float
     doubt: str | None  # why nothing was measured that can be used, and the way out; None: it was

@@ -36,7 +36,7 @@ FileState = tuple[int, int, int]  # when it was written, bytes, which file it is
 
 
 class SavedConversations:
-    """See the module."""
+    """Conversations that outlive the process."""
 
     def __init__(self, folder: Path, most: int = MOST) -> None:
         self._folder = folder

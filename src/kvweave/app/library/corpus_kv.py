@@ -34,7 +34,8 @@ LONGEST_RETRY_S = 600.0
 
 
 class CorpusKV:
-    """See the module. `progress` and `nothing_left` on any thread, all else on the maker's."""
+    """Says which chunks of one base lack KV. `progress` and `nothing_left` on any thread, all else
+    on the maker's."""
 
     def __init__(self, kb: KnowledgeBase, kv: LibraryKV, options: BackgroundKV) -> None:
         self._kb = kb

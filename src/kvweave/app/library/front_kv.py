@@ -30,7 +30,8 @@ class FrontCopy(NamedTuple):
 
 
 class FrontKV:
-    """See the module. Counts and `nothing_left` on any thread, all else on the maker's."""
+    """The front copies of one base. Counts and `nothing_left` on any thread, all else on the
+    maker's."""
 
     def __init__(
         self, kb: KnowledgeBase, encoder: ChunkEncoder, room_bytes: Callable[[], int | None]

@@ -66,7 +66,8 @@ class WantedKV(NamedTuple):
 
 
 class KVMaker:
-    """See the module. Any thread; nothing here waits but `wait` and `close`."""
+    """Makes chunk KV on a thread of its own. Any thread; nothing here waits but `wait` and
+    `close`."""
 
     def __init__(
         self, pace: BackgroundPace, is_gone: IsGone, corpus: CorpusKV | None = None

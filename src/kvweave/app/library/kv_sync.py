@@ -59,7 +59,8 @@ class SyncJob:
 
 
 class KVSync:
-    """See the module. `before`, `after` and `forget` are for the holder of the writer lock."""
+    """Keeps chunk KV in step with documents. `before`, `after` and `forget` are for the holder of
+    the writer lock."""
 
     def __init__(
         self,
@@ -297,8 +298,8 @@ def remove_with_kv(
 
 
 class EncodedNotes:
-    """See the module. It says what was looked at, not what a tier still has: chunk KV that was
-    evicted or deleted since is not missed."""
+    """Notes of chunks that were encoded. They say what was looked at, not what a tier still has:
+    chunk KV that was evicted or deleted since is not missed."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE

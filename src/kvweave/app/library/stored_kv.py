@@ -205,7 +205,8 @@ class Owed(NamedTuple):
 
 
 class KVPlaces:
-    """See the module. Any thread and process; each change is one whole new file."""
+    """The places that KV of a base lies in. Any thread and process; each change is one whole new
+    file."""
 
     def __init__(self, kv_folder: Path) -> None:
         self._path = kv_folder / PLACES_FILE

@@ -8,7 +8,7 @@
  *     layers.h      whole layers
  *     stored.h      stored chunks, laid where they belong and moved
  *
- * The definition of every function here is its PyTorch twin: kernels/products.py for products
+ * The definition of every function here is its PyTorch twin: kernels/rounded.py for products
  * (IntegerRows with plain_integers), elementwise.py, rope.py and attention.py for the others,
  * and for layers model/decoder.py, which calls all of these one by one.
  *
