@@ -52,18 +52,19 @@ class Lifecycle:
         self._loader = loader
         self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
-        self.failed_in_row = 0  # requests, since the last token was handed out
+        self.failed_in_row = 0  # requests that failed since the last token was drawn
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request, no load or copy whose end is still to be posted, and no work
-        for idle time."""
+        """Whether there is no request, no load or copy that is still under way, and no warm-up left
+        to do."""
         under_way = self._loader.is_loading or self._prefixes.is_offloading
         return not (self.sequences or under_way) and self._warm_up.due_s is None
 
     @property
     def idle_work_due_s(self) -> float | None:
-        """Seconds until `do_idle_work` has something to do, if no message comes; None: never."""
+        """Return the seconds until the next step of the warm-up, if no message comes; None if there
+        is a request or no such step."""
         return None if self.sequences else self._warm_up.due_s
 
     def do_idle_work(self) -> bool:
@@ -120,8 +121,8 @@ class Lifecycle:
             self._scheduler.add(sequence)
 
     def _let_answer(self, sequence: EngineSequence) -> None:
-        """Make a held request an ordinary one. If its prompt is computed already, draw its first
-        token from the logits that were kept."""
+        """Make a held request an ordinary one, and count it as a right guess. If its prompt is
+        computed already, draw its first token from the logits that were kept."""
         if sequence.progress.held:
             self.counts.count_right_guess(sequence)
         logits, sequence.logits = sequence.logits, None
@@ -224,7 +225,8 @@ class Lifecycle:
             ticket.end(error)
 
     def _give_back(self, sequence: EngineSequence) -> None:
-        """Remove a request from the scheduler, and free its stored bytes and its pages."""
+        """Remove a request from the scheduler, and free its stored bytes and its pages. One that is
+        still held counts as a wrong guess."""
         if sequence.progress.held:
             self.counts.count_wrong_guess(sequence)
         self._scheduler.remove(sequence)

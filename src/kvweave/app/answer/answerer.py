@@ -27,7 +27,7 @@ from kvweave.errors import ConfigError
 from kvweave.text.prompt import past_messages
 from kvweave.types import Hit
 
-HISTORY_SHARE = 2  # a part of the context: more is not taken by chunks of earlier turns
+HISTORY_SHARE = 2  # chunks of earlier turns take at most the context divided by this
 MOST_MESSAGES = 6  # of the history, the last ones
 MOST_CHARS = 1000  # of one message
 LONGEST_QUERY = 400  # characters: what is longer is no question
@@ -51,8 +51,8 @@ class Answerer(Generic[P, R]):
         self._searcher = None if kb is None else Searcher(kb, target, settings)
 
     def answer(self, question: Question, called_s: float) -> PieceStream:
-        """Search for a question and plan its prompt, which is not computed before the first piece
-        is read, unless a search guessed it."""
+        """Find the chunks of a question, or take those it brings, and submit its prompt. Computing
+        begins when the first piece is read, or earlier if a search guessed the prompt."""
         asked = self.take_in(question, called_s)
         if asked.is_searched and self._searcher is not None:
             return _mark(asked, self._searcher.submit(asked))
@@ -60,7 +60,8 @@ class Answerer(Generic[P, R]):
         return _mark(asked, submit(self._target, self._settings, asked, found, False))
 
     def lay_out(self, question: Question, called_s: float) -> LaidOut[P]:
-        """Lay out the prompt of a question, and compute nothing."""
+        """Search for a question and lay out its prompt, without planning or submitting it. A
+        follow-up may still be rewritten by the model first."""
         asked = self.take_in(question, called_s)
         if asked.is_searched and (searcher := self._searcher) is not None:
             found = self._settings.look_up(lambda: searcher.search(asked))
@@ -77,8 +78,9 @@ class Answerer(Generic[P, R]):
         return self._settings.look_up(lambda: kb.search(question, k, how))
 
     def take_in(self, question: Question, called_s: float) -> Asked:
-        """Fill in what a question leaves open, and recall its conversation. A follow-up is
-        rewritten by the model where the question wants that. Raises RequestError, ConfigError."""
+        """Fill in what a question leaves open, check it, and recall its conversation. If it asks
+        for that, a follow-up that is searched for is first rewritten by the model, which is waited
+        for. Raises RequestError, ConfigError."""
         is_searched = question.documents is None and self._kb is not None
         whole = self._fill_in(question)
         self._target.check(whole)
@@ -99,6 +101,7 @@ class Answerer(Generic[P, R]):
         return Asked(whole, called_s, turn, is_searched, is_usual)
 
     def _fill_in(self, question: Question) -> Question:
+        """Fill in sampling, tenant, system prompt and options that a question leaves open."""
         settings = self._settings
         sampling = question.sampling or self._target.sampling.sampling()
         kb_order = None if self._kb is None else self._kb.settings.order
@@ -117,7 +120,8 @@ class Answerer(Generic[P, R]):
 
 
 def _mark(asked: Asked, submitted: Submitted) -> PieceStream:
-    """The pieces of an answer, with its calls of tools and its citations."""
+    """Wrap an answer so that it tells calls of tools apart and cites its sources, as the question
+    wants. An answer that no model gives stays as it is."""
     answer, question = submitted.answer, asked.question
     if submitted.work is None:  # no model speaks
         return answer

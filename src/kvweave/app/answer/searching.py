@@ -53,7 +53,8 @@ class Searcher:
         return self._settings.look_up(lambda: self._speculate(asked, num_stages, mode))
 
     def search(self, asked: Asked) -> Found:
-        """The nearest chunks, by a search without stages."""
+        """Find the nearest chunks in one go. If this search could go in stages, learn how long it
+        takes."""
         question, begun_s = asked.question, time.perf_counter()
         how, query, num_chunks = question.search, question.searched, question.num_chunks
         if not how.is_staged:
@@ -75,6 +76,7 @@ class Searcher:
         return replace(found, events=events)
 
     def _num_stages(self, mode: SpeculationMode) -> int:
+        """Return how many stages to search in; 1 means that nothing is guessed."""
         if mode == "off":
             return 1
         if mode == "on":
@@ -98,6 +100,8 @@ class Searcher:
         return self._target.boundary_s(self._paces.prefill)
 
     def _speculate(self, asked: Asked, most: int, mode: SpeculationMode) -> Submitted:
+        """Search in stages, submit guesses that pay, and return the prompt of the last list. Learn
+        from the search and note what was guessed."""
         question, pace = asked.question, self._paces.search
         vector = self._kb.embedder.embed_query(question.searched)
         num_stages = self._kb.num_stages(question.num_chunks, most)

@@ -1,12 +1,12 @@
 """A question on its way to its answer, as values.
 
     Question ─► Asked ─► Found ─► LaidOut ─► Planned ─► Submitted ─► pieces of text
-            asking  searching  laying_out  planning   Target.submit
+           take_in   Searcher    lay_out      plan   Target.submit
 
-Each arrow is one function, and no value is changed once it is made; only its `notes` are written
-until the first token is there. Searching in stages is a loop around the middle: `Found` comes
-several times, all but the last one as a guess. A `Target` is the one place where a model of this
-process and engines elsewhere differ.
+Nearly every arrow is one function; a search may go round several times. No value is changed once it
+is made; only its `notes` are written until the first token is there. Searching in stages is a loop
+around the middle: `Found` comes several times, all but the last one as a guess. A `Target` is the
+one place where a model of this process and engines elsewhere differ.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,8 +64,8 @@ class Asked:
 
     @property
     def says_nothing(self) -> bool:
-        """Whether it is answered by saying so where nothing is found: the history holds no chunks
-        of earlier turns."""
+        """Whether a fixed text answers this question if the search finds nothing. It does if the
+        question wants that and its history holds no chunks of earlier turns."""
         is_said = self.question.nothing_found == "say"
         return self.is_searched and is_said and not self.turn.talk.holds_chunks
 
@@ -120,7 +120,7 @@ class Planned(Generic[P, R]):
     listeners: tuple[Listener, ...] = ()  # called in this order
 
     def heard_by(self, *listeners: Listener) -> "Planned[P, R]":
-        """Add listeners."""
+        """Return this plan with more listeners, called after those it has."""
         return replace(self, listeners=(*self.listeners, *listeners))
 
 
@@ -174,7 +174,9 @@ class Target(Protocol[P, R]):
         """Answer messages without chunks, and wait for the whole text."""
         ...
 
-    def make_prompt(self, words: PromptWords) -> P: ...
+    def make_prompt(self, words: PromptWords) -> P:
+        """Make the prompt of these words, with its chunks in the order found."""
+        ...
 
     def has_room(self, prompt: P, max_tokens: int) -> bool:
         """Whether the context holds a prompt and its answer."""
@@ -185,11 +187,13 @@ class Target(Protocol[P, R]):
         ...
 
     def submit(self, planned: Planned[P, R], *, is_held: bool = False) -> Submitted:
-        """Begin a prompt at once and hold its answer back, or leave the beginning to its reader."""
+        """Hand over a planned prompt. If `is_held`, begin it at once and hold its answer back until
+        it is released; else begin it when its reader asks for the first piece."""
         ...
 
     def get_ready(self, asked: Asked) -> None:
-        """Do what a first prompt would wait for, before one is guessed."""
+        """Do ahead what the first prompt would otherwise wait for; called before a search in
+        stages."""
 
     @property
     def max_guesses(self) -> int:

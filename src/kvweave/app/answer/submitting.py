@@ -62,7 +62,8 @@ class SaidAnswer(PieceStream):
 def submit(
     target: Target[P, R], settings: AnswerSettings, asked: Asked, found: Found, is_held: bool
 ) -> Submitted:
-    """Take what was found through the last three stages. One that is held begins at once."""
+    """Lay out, plan and submit the prompt of what was found. A held prompt begins at once. If
+    nothing was found and the question wants that said, return a fixed text instead."""
     if not found.chunks and asked.says_nothing:
         text = settings.usual.library.nothing_text or NOTHING_TEXT
         return Submitted(SaidAnswer(text, asked.called_s, asked.question.query), AnswerNotes())

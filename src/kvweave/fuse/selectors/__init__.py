@@ -17,7 +17,8 @@ Add a selector:
 
 2. Name it in `_SELECTORS` of `strategies.py`, with its default ratio:
    `"last-rows": (lambda _: LastRows(), 0.15),`. CLI, API and planner know it then, and
-   `kvweave calibrate --strategies last-rows`. Drift and taper belong to names in `_OURS`.
+   `kvweave calibrate --strategies last-rows`. Names in `_OURS` get drift; names in `_TAPERED` get a
+   taper too.
 3. Run `pytest tests/fuse`: the contract tests take every name of that table. Scores are told to
    `Scene.note`, for the record, and go through `ranked_positions` of `fuse/selector.py`, which
    breaks ties and refuses NaN; `places.py` holds whole examples.
