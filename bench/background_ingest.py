@@ -229,6 +229,7 @@ def serving(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
         (own / "models").symlink_to(home() / "models")
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVWEAVE_")}
         env |= {"KVWEAVE_HOME": str(own), "PYTHONPATH": str(REPO / "src")}
+        env["KVWEAVE_SERVER_RESTARTS"] = "0"  # one process: its memory is watched
         command = [sys.executable, "-m", "kvweave", "serve", "--port", str(port)]
         command += ["--model", args.model, "--kb-root", str(Path(folder) / "kbs")]
         process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, cwd=folder)

@@ -39,6 +39,7 @@ PARTS = ("faults", "kills", "power", "tenants", "bombs")  # `device` is asked fo
 OUT = RESULTS / "fault_matrix-cpu.json"
 TIERS = ("valkey", "s3", "disk", "host", "engine")
 DEVICE_OUT = RESULTS / "fault_matrix-h200.json"
+RESTARTS_OUT = tuple(RESULTS / f"restart-{kind}.json" for kind in ("cpu", "h200"))
 PAGE = REPO / "docs" / "reliability.md"
 ON_DEVICE = "Does the engine give right answers whatever breaks on its device?"
 
@@ -121,7 +122,8 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write docs/reliability.md, no more")
     args = parser.parse_args()
     if args.page:
-        PAGE.write_text(page_of(read_results(args.out or OUT), read_results(DEVICE_OUT)))
+        restarts = [read_results(each) for each in RESTARTS_OUT if each.exists()]
+        PAGE.write_text(page_of(read_results(args.out or OUT), read_results(DEVICE_OUT), restarts))
         return
     result: dict[str, Any] = result_header("fault_matrix", args.device)
 

@@ -33,9 +33,9 @@ import torch
 
 from common.gpu_world import STACK
 from common.results import finish, result_header, save_run, versions
-from common.shapes import SHAPES
 from gpu.shared_world import CHUNK_TOKENS, SharedWorld
 from kvweave.engine.engine import Engine
+from kvweave.model.shapes import SHAPES
 from throughput.open_loop import highest_rate, probe
 
 PARTS = ("capacity", "decode", "ttft", "planner", "throughput")

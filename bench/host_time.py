@@ -25,7 +25,6 @@ from rich.table import Table
 from torch import Tensor
 
 from common.results import finish, result_header
-from common.shapes import random_decoder
 from kvweave.fuse import fuse, fused_pass, prefill
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.protocol import Prefix
@@ -46,6 +45,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
+from kvweave.model.shapes import random_decoder
 from kvweave.model.spec import ModelSpec
 
 SPEC = ModelSpec(

@@ -398,7 +398,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
 
 
 def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
-    from kvweave.app.libraries.libraries import LibrariesConfig
+    from kvweave.app.libraries.libraries import LEAST_HOST_BYTES
     from kvweave.app.library.library_kv import CODEC
     from kvweave.engine.config import EngineConfig
     from kvweave.engine.sampling import Sampling
@@ -407,9 +407,9 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
     engine, drawn = EngineConfig(), Sampling()
     gib = 1 << 30
     host = HostTierConfig().capacity_bytes // gib
-    hosts = LibrariesConfig().host_bytes // gib
+    hosts = f"for all of a server a quarter of its memory, {LEAST_HOST_BYTES // gib} GiB at least"
     said = {
-        "store.host_bytes": f"{host} GiB; {hosts} GiB for all of a server",
+        "store.host_bytes": f"{host} GiB; {hosts}",
         "store.disk_bytes": f"{DiskTierConfig(Path()).capacity_bytes // gib} GiB",
         "store.codec": CODEC,
         "store.policy": StoreConfig().policy,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.shapes import SHAPES, random_decoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.extras import choose_anchors, extra_name, pack_anchors
 from kvweave.fuse.request import PromptChunk
@@ -16,6 +15,7 @@ from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import PackedChunk, pack_chunk
+from kvweave.model.shapes import SHAPES, random_decoder
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64
 STACK = ("torch", "triton", "transformers")  # whose versions a result names

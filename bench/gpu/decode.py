@@ -22,7 +22,6 @@ if __name__ == "__main__":
 import torch
 
 from common.results import finish, result_header
-from common.shapes import SHAPES, random_decoder
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.page_manager import make_pool
@@ -33,6 +32,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode, open_recorded
 from kvweave.model.rows import Rows
+from kvweave.model.shapes import SHAPES, random_decoder
 
 MODES = {"plain": 0, "recorded": 64}  # EngineConfig.recorded_rows
 SETTLING = 12  # steps of a size before they count: compiled, recorded, clocks up

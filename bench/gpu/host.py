@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.gpu_world import STACK, Size, World
 from common.results import finish, result_header, versions
-from common.shapes import SHAPES
 from kvweave.fuse import recorded_layers
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
 from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
+from kvweave.model.shapes import SHAPES
 from ttft.cuda import MODES
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")

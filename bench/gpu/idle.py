@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from common.gpu_world import STACK
 from common.results import finish, result_header, versions
-from common.shapes import SHAPES
 from gpu.shared_world import CHUNK_TOKENS, SharedWorld
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
+from kvweave.model.shapes import SHAPES
 
 RATIO, ANSWER = 0.15, 16
 MODES: dict[str, dict[str, Any]] = {

@@ -18,10 +18,10 @@ if __name__ == "__main__":
 import torch
 
 from common.results import finish, result_header
-from common.shapes import SHAPES, random_decoder
 from kvweave.kernels import dispatch
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
+from kvweave.model.shapes import SHAPES, random_decoder
 
 SHAPE = "llama-3.1-8b"
 

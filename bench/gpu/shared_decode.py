@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from common.results import finish, result_header, versions
-from common.shapes import SHAPES, random_decoder
 from kvweave.kernels.rope import Angles, make_angles, rotate
 from kvweave.kernels.segments import attend_segments_reference
 from kvweave.kernels.types import CodedPages, PagedSegment, SegmentedRows, SharedChunk
@@ -36,6 +35,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import SCALE, KVPool, PagedKV
 from kvweave.model.recorded_decode import RecordedDecode
 from kvweave.model.rows import Rows
+from kvweave.model.shapes import SHAPES, random_decoder
 
 SEQUENCES, CONTEXT = 32, 8192
 SHARED = (0.0, 0.5, 0.9)  # of the chunks

@@ -13,7 +13,6 @@ from uuid import uuid4
 
 import torch
 
-from common.shapes import SHAPES, random_decoder
 from kvweave.engine.config import EngineConfig, SharedCodec
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
 from kvweave.engine.sampling import Sampling
@@ -27,6 +26,7 @@ from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.model.paged_kv import scale_bytes
+from kvweave.model.shapes import SHAPES, random_decoder
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 256, 32, 64

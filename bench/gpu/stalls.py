@@ -24,10 +24,10 @@ if __name__ == "__main__":
 
 from common.gpu_world import STACK
 from common.results import finish, result_header, versions
-from common.shapes import SHAPES
 from gpu.shared_world import SharedWorld
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
+from kvweave.model.shapes import SHAPES
 
 SLOW = 3.0  # times the median of its kind: a first token that somebody wonders about
 SHOWN = 12  # of these

@@ -19,6 +19,7 @@ import httpx
 import psutil
 
 from common.files import REPO
+from kvweave.app.library.runtime import RANDOM
 from kvweave.paths import home
 
 START_S = 600.0  # a server that is not ready by then has failed; it may measure the machine first
@@ -52,10 +53,14 @@ class ServerProcess:
         return self._process.poll() is None
 
     def freeze(self) -> None:
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        for process in self.processes():  # `kvweave serve` is two, in groups of their own
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
 
     def thaw(self) -> None:
-        os.killpg(self._process.pid, signal.SIGCONT)
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
     def cpu_s(self) -> float:
         """Seconds of compute so far, its children's included."""
@@ -154,14 +159,18 @@ def default_env(home_folder: Path) -> dict[str, str]:
     """Nothing of this shell's settings reaches a server: it runs by its defaults."""
     dropped = ("KVWEAVE_", "OMP_", "MKL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    mine = {"PYTHONPATH": str(REPO / "src"), "KVWEAVE_HOME": str(home_folder)}
+    path = os.pathsep.join(filter(None, (str(REPO / "src"), os.environ.get("PYTHONPATH"))))
+    mine = {"PYTHONPATH": path, "KVWEAVE_HOME": str(home_folder)}
     return {**kept, **mine, "XDG_CONFIG_HOME": str(home_folder / "config")}
 
 
-def start_kvweave(name: str, model: str, kb_root: Path, home_folder: Path) -> RunningServer:
-    """`kvweave serve` with its defaults, once it is ready."""
-    command = [sys.executable, "-m", "kvweave", "serve", "--port", "0", "--model", model]
-    command += ["--kb-root", str(kb_root)]
+def start_kvweave(
+    name: str, model: str, kb_root: Path, home_folder: Path, device: str = "auto"
+) -> RunningServer:
+    """`kvweave serve` with its defaults, once it is ready. `random:NAME` is a shape's name."""
+    flag = "--shape" if model.startswith(RANDOM) else "--model"
+    command = [sys.executable, "-m", "kvweave", "serve", "--port", "0"]
+    command += [flag, model.removeprefix(RANDOM), "--kb-root", str(kb_root), "--device", device]
     log = home_folder.parent / f"{name}.log"
     cwd = home_folder.parent  # where no kvweave.toml lies
     process = ServerProcess(name, command, default_env(home_folder), log, cwd)

@@ -175,7 +175,7 @@ SETS = {
     "nq": QuestionSet("single-hop", False, _plain("nq_oracle/nq_open_oracle.jsonl.gz", 700)),
     # 0-79 of the multi-hop sets were used to tune `weave`
     "hotpot": QuestionSet(
-        "multi-hop", False, _plain("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80
+        "multi-hop", False, _plain("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80, count=600
     ),
     "hotpot-5": QuestionSet(
         "multi-hop", False, _few("hotpotqa/hotpotqa_distractor.jsonl.gz"), first=80, count=600
@@ -184,10 +184,10 @@ SETS = {
         "single-hop",
         False,
         _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz", 3000),
-        count=200,
+        count=400,
     ),
     "squad-doc": QuestionSet("document", False, _document(6), count=800),
-    "squad-doc-long": QuestionSet("document", False, _document(24), count=150),
+    "squad-doc-long": QuestionSet("document", False, _document(24), count=400),
     "mtrag": QuestionSet("conversation", False, _conversations),
     "clapnq": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 900)),
     "2wiki": QuestionSet("multi-hop", True, _plain("2wikimultihopqa/2wiki.jsonl.gz"), first=80),

@@ -88,6 +88,7 @@ class CrashWorld:
             # int8 rounds: an answer from stored KV may be another one without any crash
             "KVWEAVE_STORE_CODEC": "raw",
             "KVWEAVE_CONFIG": os.devnull,
+            "KVWEAVE_SERVER_RESTARTS": "0",  # one process, which is killed
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.shapes import SHAPES, random_decoder
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart, Ticket
@@ -31,6 +30,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.decoder import Decoder
 from kvweave.model.rope import RopeSpec
+from kvweave.model.shapes import SHAPES, random_decoder
 from kvweave.model.spec import ModelSpec
 from kvweave.types import ChunkId
 

@@ -75,6 +75,7 @@ class FaultServer:
             "PYTHONPATH": os.pathsep.join([str(REPO / "src"), str(REPO / "bench")]),
             "KVWEAVE_HOME": str(home),
             "KVWEAVE_CONFIG": os.devnull,
+            "KVWEAVE_SERVER_RESTARTS": "0",  # one process: what becomes of it is what is looked at
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             **env,

@@ -122,13 +122,15 @@ def p99(ordered: Sequence[float]) -> float:
     return round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3)
 
 
-def page_of(results: Json, on_device: Json | None = None) -> str:
-    """The whole page; `on_device` are the results of a GPU."""
+def page_of(results: Json, on_device: Json | None = None, restarts: Sequence[Json] = ()) -> str:
+    """The whole page; `on_device` are the results of a GPU, `restarts` those of bench/restart.py on
+    each machine."""
     device_runs = [] if on_device is None else on_device["runs"]
     parts = latest(results["runs"])
     total = summary([*results["runs"], *device_runs])
     lines = [*_filled(HEAD, {}), *_sums(total), *_faults(parts.get("faults"))]
     lines += [*_device_faults(latest(device_runs).get("faults")), *_crashes(parts)]
+    lines += _restarts(restarts)
     lines += [*_tenants(parts.get("tenants")), *_bombs(parts.get("bombs"))]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -158,6 +160,33 @@ hooks at the edge to the system (`bench/reliability/fault_hooks.py`); the other 
 done to its files, those of Valkey and S3 to their traffic.
 
 Seconds that a request took longer, and seconds until the tier was in use again:
+"""
+RESTARTS = """
+## Restarts
+
+What `bench/restart.py` found: clients ask without a pause and never again by themselves, half of
+them in streams; then the device is lost for good, or the server's process is killed. *Under way*
+are requests that were there at that moment: some were answered just before it took effect.
+"""
+WHY_RESTARTS = """
+Why it is made so:
+
+- A device that failed stays failed within its process, so another process must compute. That one
+  needs the device's memory, so the old one must be gone: a third must hold the connections.
+- That third one, the keeper, is out of the way while a server serves: both have the same listening
+  socket, and the server takes its connections itself. A connection whose reply has not begun passes
+  as a file descriptor with the bytes that came on it, and is read again. A proxy would have cost
+  every request something for the sake of the few.
+- Nothing can be saved of a process that is killed: its connections end with it. A proxy could, for
+  the price above. Clients and gateways that try again cover that, and the line that says so is on
+  stderr.
+- One failure is enough to suspect a device, and its client waits until three trial requests told:
+  otherwise the requests that found the fault would be the ones that are lost.
+- A request is begun again once. Whatever a request does to a device, it does not do it to all that
+  follow.
+- Exact KV passes in memory without a name that the keeper holds: no file to remove, none that
+  outlives the command, none that another model could read. What deletions the old process had heard
+  of passes along, so that what was deleted since is forgotten.
 """
 DEVICE_FAULTS = """
 ## Faults of a device
@@ -349,6 +378,32 @@ def _crashes(parts: Json) -> list[str]:
             lines += [f"- {_failure(failure)}" for failure in part["failures"]]
             lines += [""]
     return lines
+
+
+def _restarts(results: Sequence[Json]) -> list[str]:
+    """The last run of each way of each machine."""
+    last: dict[tuple[str, str], Json] = {}
+    for run in (run for each in results for run in each["runs"]):
+        last[run["device"], run["restart"]["how"]] = run
+    if not last:
+        return []
+    lines = [*_filled(RESTARTS, {})]
+    lines += [
+        "| commit | machine | lost | under way then | asked behind it | answers again after "
+        "| longest wait | exact KV of prompts, before → right after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (device, how), run in last.items():
+        row = run["restart"]
+        shares = f"{row['exact_share_before']:.0%} → {row['exact_share_right_after']:.0%}"
+        counts = [
+            ", ".join(f"{count} {became}" for became, count in sorted(row[when].items()))
+            for when in ("under_way", "asked_behind_it")
+        ]
+        cells = [run["commit"], device, {"kill": "the process"}.get(how, "the device"), *counts]
+        cells += [f"{row['seconds_until_answers']:.1f} s", f"{row['longest_wait_s']:.1f} s"]
+        lines.append(f"| {' | '.join(cells)} | {shares.replace('%', ' %')} |")
+    return [*lines, "", *_filled(WHY_RESTARTS, {})]
 
 
 def _tenants(part: Json | None) -> list[str]:

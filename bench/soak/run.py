@@ -57,6 +57,7 @@ def start(args: argparse.Namespace, folder: Path, log: Path) -> tuple[subprocess
     own.mkdir()
     (own / "models").symlink_to(home() / "models")
     env = {**os.environ, "PYTHONPATH": str(REPO / "src"), "KVWEAVE_HOME": str(own)}
+    env["KVWEAVE_SERVER_RESTARTS"] = "0"  # one process: its memory is watched
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=log.open("w"), text=True, env=env
     )

@@ -27,7 +27,6 @@ import torch
 
 from common.gpu_world import STACK
 from common.results import finish, result_header, versions
-from common.shapes import SHAPES, random_decoder
 from kvweave.app.answer.notes import RetrievedChunk
 from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.index.base import Vector
@@ -35,6 +34,7 @@ from kvweave.corpus.knowledge_base import BY_VECTOR
 from kvweave.corpus.search import SearchOptions
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.sampling import Sampling
+from kvweave.model.shapes import SHAPES, random_decoder
 from kvweave.text.prompt import Prompt
 from kvweave.types import Chunk, ChunkId, Hit
 from speculation.modes import MODES, Bench, Learnt, PromptOf, Row

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from common.files import REPO
-from common.shapes import SHAPES, random_decoder
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineChunk, EngineRequest, FusedPart
@@ -33,6 +32,7 @@ from kvweave.kv.format.keys import KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
+from kvweave.model.shapes import SHAPES, random_decoder
 from kvweave.types import ChunkId
 
 CHUNK_TOKENS, PREAMBLE, QUESTION = 510, 32, 64

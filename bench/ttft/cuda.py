@@ -21,7 +21,7 @@ import torch
 
 from common.gpu_world import STACK, Size, World, wait
 from common.results import finish, result_header, save_run, versions
-from common.shapes import SHAPES, eager_seconds
+from common.shapes import eager_seconds
 from kvweave.app.auto.machine_profile import copy_bytes_per_s
 from kvweave.fuse.fuse import fuse
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
@@ -33,6 +33,7 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.rows import Rows
+from kvweave.model.shapes import SHAPES
 from ttft.summary import summarise
 
 MODES = (

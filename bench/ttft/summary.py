@@ -17,7 +17,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 from common.results import read_results, write_results
-from common.shapes import SHAPES
+from kvweave.model.shapes import SHAPES
 from ttft.plan import GATES, Prompts, choices
 
 QUERY_AWARE = ("fusionrag", "qcfuse", "weave", "weave-deep")

@@ -110,7 +110,7 @@ class LibrarySettings(ConfigSection):
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
     # whether a server makes chunk KV that is missing by itself; auto: where it would be used
     background_kv: Literal["auto", "always", "never"] = "auto"
-    background_share: Share = 0.1  # of the time, while answers are made; the rest in idle time
+    background_share: Share = 0.3  # of the time in which answers are told; in idle time all of it
     background_bytes: Bytes0 | None = unset("what its tiers hold")  # of one knowledge base's KV
     remembered_bytes: Bytes0 = 1 << 30  # host memory for documents of no knowledge base; 0: none
     parse_s: Seconds = 60.0  # for parsing one file
@@ -148,7 +148,7 @@ class StoreSettings(ConfigSection):
     """How much chunk KV is kept, where and how: host memory, a disk, what machines share."""
 
     host_bytes: Bytes | None = unset(
-        "2 GiB; 8 GiB for all of a server",
+        "2 GiB; for all of a server a quarter of its memory, 8 GiB at least",
         "Host memory for chunk KV, an equal part for each open knowledge base",
         "--host-gb",
     )
@@ -259,6 +259,8 @@ class QualitySettings(ConfigSection):
     )
     audit_share: Share = 0.05  # of fused answers, computed exactly in idle time; 0: none
     audit_per_minute: Count0 = 30  # audits at most, of each knowledge base
+    # a server asks documents about themselves in idle time where nothing speaks for its model
+    calibrate: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,6 +305,7 @@ class ServerSettings(ConfigSection):
     tenant_kbs: Count | None = unset("any number")  # knowledge bases of one tenant
     tenant_bytes: Bytes | None = unset("any number")  # of one tenant's documents on the disk
     engine_s: Seconds = 120.0  # for one step of the engine; one that takes longer hangs; 0: none
+    restarts: Count0 = 5  # within ten minutes, of a server that was lost; 0: none, one process
     open_kbs: Count = setting(4, "Knowledge bases open at a time", "--open-kbs")
     kept_answers: Count0 = 64  # of each tenant, whose details the web page can show; 0: none
     grace_s: Seconds = setting(

@@ -15,7 +15,7 @@ class Reason(StrEnum):
     RETURNS = "this path comes back: computed once, it is exact from then on"
     DEARER = "dearer than the chosen one"
     DEARER_IN_THE_END = "cheaper now, dearer in the end: this path comes back"
-    GAIN_TOO_SMALL = "gain below 10 % or 20 ms"
+    GAIN_TOO_SMALL = "gain below 10 %"
     TOO_FEW_HITS = "too few stored tokens to be worth it"
     NEEDS_MISSING = "stored chunks lack what the strategy needs"
     NO_LAYERS = "needs the model's critical layers: kvweave calibrate layers"
@@ -29,6 +29,11 @@ class Reason(StrEnum):
         "this model was never calibrated for this chunk KV, so that only what is exact is reused; "
         "`kvweave calibrate quick --kb DIR` does that in minutes"
     )
+    CALIBRATING = (
+        "this model was never calibrated: in idle time its documents are asked about themselves, "
+        "and until then only what is exact is reused"
+    )
+    PERMITTED = "random weights, for load tests: fused by permission, no quality was measured"
     BOUND_NOT_MET = "quality bound not met below ratio 1"
     HALF_BOUND_NOT_MET = (
         "calibrated behind another system prompt or without a history: half the quality bound is "

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from common.results import read_results
-from fault_matrix import DEVICE_OUT, OUT, PAGE
+from fault_matrix import DEVICE_OUT, OUT, PAGE, RESTARTS_OUT
 from reliability.fault_proxies import Layers, ValkeyProxy, closing_proxy
 from reliability.fault_rules import (
     CORRUPTED,
@@ -71,7 +71,8 @@ def _all_is_well(found: dict[str, Any]) -> None:
 
 
 def test_the_page_says_what_the_results_say() -> None:
-    found = page_of(read_results(OUT), read_results(DEVICE_OUT))
+    restarts = [read_results(each) for each in RESTARTS_OUT if each.exists()]
+    found = page_of(read_results(OUT), read_results(DEVICE_OUT), restarts)
     assert PAGE.read_text() == found, "python bench/fault_matrix.py --page"
 
 

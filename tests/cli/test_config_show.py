@@ -255,14 +255,17 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     limits = Limits(running=2, waiting=0, body_bytes=1 << 20, upload_bytes=5, request_s=7.0)
     assert serve.make_limits(config.server) == limits
     folders = {LibraryKey("", "a"): Path("x")}
-    kv = replace(KVOptions.from_config(config), background=BackgroundKV(9, 0.25, bound=0.02))
+    kv = replace(
+        KVOptions.from_config(config), background=BackgroundKV(9, 0.25, bound=0.02, calibrates=True)
+    )
     usual = QuestionDefaults.from_config(config)
     places = LibrariesConfig(
         Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30, usual=usual
     )
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()
-    plain = LibrariesConfig(kb_root(), kv=KVOptions(background=BackgroundKV(bound=0.02)))
+    background = BackgroundKV(bound=0.02, calibrates=True)
+    plain = LibrariesConfig(kb_root(), kv=KVOptions(background=background))
     assert serve.make_places(WeaveConfig(), []) == plain, "by default KV is made by itself"
     without = WeaveConfig(library=LibrarySettings(background_kv="never"))
     usual = QuestionDefaults.from_config(without)

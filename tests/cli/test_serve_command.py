@@ -19,6 +19,7 @@ from openai import OpenAI
 
 from kvweave.cli.serve import make_places, warn_if_open
 from kvweave.config import WeaveConfig
+from kvweave.reasons import Reason
 from worlds.interrupted import sigint
 from worlds.running import Run
 from worlds.tiny_embedder import make_embedder_folder
@@ -219,3 +220,36 @@ def test_a_server_that_lets_everybody_in_says_so(
 ) -> None:
     warn_if_open(host, has_keys=has_keys)
     assert ("no API keys" in capsys.readouterr().err) == warns
+
+
+def test_a_shape_is_served_with_random_weights_and_every_place_says_so(tmp_path: Path) -> None:
+    embedder = make_embedder_folder(tmp_path / "embedder")
+    where = ("--kb-root", tmp_path / "kbs", "--embedder", embedder)
+    with started("--shape", "tiny", *where) as (_, address, lines):
+        assert lines[0] == f"kvweave serves random:tiny at {address}"
+        assert any("RANDOM weights, for load tests" in line for line in lines)
+        model = httpx.get(f"{address}/models").json()["data"][0]
+        assert (model["id"], model["note"]) == ("random:tiny", str(Reason.PERMITTED))
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        assert httpx.post(f"{address}/chat/completions", json=body).status_code == 200
+        document = {"title": "Zorbs", "text": "A zorb is a small round tool. " * 40}
+        uploaded = httpx.post(f"{address}/kb/notes/documents", json=document, timeout=60)
+        assert uploaded.status_code == 200, uploaded.text
+        kv, give_up_s = {"chunks_done": 0}, time.monotonic() + 60
+        while not kv["chunks_done"] and kv.get("state") != "unused":
+            assert time.monotonic() < give_up_s, kv
+            time.sleep(0.2)
+            kv = httpx.get(f"{address}/kb/notes").json()["kv"]
+        assert kv["chunks_done"] == kv["chunks_total"], "what is fused by permission is made"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--shape", "tiny", "--model", "smollm2"), "--shape draws random weights, but smollm2"),
+        (("--shape", "tiny", "--quant", "int8"), "drop --quant"),
+        (("--shape", "huge"), "no shape 'huge'; there are: llama-3.1-8b"),
+    ],
+)
+def test_a_shape_is_refused_beside_a_model(run: Run, args: tuple[str, ...], words: str) -> None:
+    assert words in run("serve", "--port", "0", *args).err

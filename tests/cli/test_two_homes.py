@@ -55,6 +55,7 @@ def test_a_knowledge_base_and_its_backup_answer_the_same_in_another_home(
 
     monkeypatch.setenv("KVWEAVE_HOME", str(here))
     run("ingest", tmp_path / "notes", "--kb", made, *model, "--kv")
+    ask(made)  # the chunk that stood in front is stored for that place, too
     answer = ask(made)
     assert answer["explain"]["tokens"]["reused"] > 0
     run("kb", "backup", tmp_path / "kb.backup", "--kb", made)

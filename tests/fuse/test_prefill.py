@@ -214,25 +214,25 @@ def test_a_pass_in_slices_gives_what_one_in_a_piece_does(any_decoder: Decoder) -
 
 
 class Counted:
-    """A pace that lets everything through and counts."""
+    """A pace that lets everything through, for so long at a time, and counts."""
 
-    def __init__(self) -> None:
-        self.waits, self.seconds = 0, 0.0
+    def __init__(self, slice_s: float) -> None:
+        self.slice_s, self.waits, self.seconds = slice_s, 0, 0.0
 
-    def wait(self) -> None:
+    def wait(self) -> float:
         self.waits += 1
+        return self.slice_s
 
     def record_hold(self, seconds: float) -> None:
         self.seconds += seconds
 
 
 def test_who_can_wait_has_the_decoder_a_layer_at_a_time_and_gets_the_same_bytes(
-    decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, tmp_path: Path
 ) -> None:
     bytes_of = []
     for slice_s, least in ((60.0, 1), (0.0, decoder.spec.num_layers)):
-        monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.SLICE_S", slice_s)
-        root, pace = tmp_path / str(slice_s), Counted()
+        root, pace = tmp_path / str(slice_s), Counted(slice_s)
         with KVStore(StoreConfig(tiers=(DiskTierConfig(root),))) as store:
             encoder = ChunkEncoder(decoder, store, context_of(decoder))
             encoder.encode([make_chunk(CHUNKS[2])], pace=pace)

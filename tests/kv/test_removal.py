@@ -106,6 +106,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         return write(self, key, parts)
 
     monkeypatch.setattr(DiskTier, "write", slow)
+    monkeypatch.setattr(DiskTier, "writes_at_once", 1)
     return go_on
 
 

@@ -164,7 +164,8 @@ def test_what_leaves_host_and_is_nowhere_below_is_written_down(tmp_path: Path) -
         assert load_and_check(store, 0, 1, 2, 3) == {0, 1, 2, 3}
 
 
-def test_budgets_hold_on_disk_itself(tmp_path: Path) -> None:
+def test_budgets_hold_on_disk_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvweave.kv.tiers.disk.DiskTier.writes_at_once", 1)
     with make_store(tmp_path, range(12), host_chunks=None, disk_chunks=5) as store:
         files = list((tmp_path / "objects").rglob("*.kv"))
         assert sum(f.stat().st_size for f in files) <= 5 * CHUNK_BYTES
@@ -514,3 +515,27 @@ def test_a_closed_store_gives_its_memory_back_before_any_garbage_is_collected(
         assert [each() for each in taken] == [None] * len(taken)
     finally:
         gc.enable()
+
+
+def test_what_is_saved_again_while_it_is_evicted_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer deleted the new file as that of its victim."""
+    evicting, go_on, delete = threading.Event(), threading.Event(), DiskTier.delete
+
+    def slow(self: DiskTier, key: ChunkKey) -> bool:
+        evicting.set()
+        assert go_on.wait(10)
+        return delete(self, key)
+
+    with make_store(tmp_path, range(2), host_chunks=None, disk_chunks=2) as store:
+        monkeypatch.setattr(DiskTier, "delete", slow)
+        store.save(make_chunk(2), wait_s=5)
+        assert evicting.wait(10)
+        again = store.save(make_chunk(0), wait_s=5)
+        time.sleep(0.05)
+        go_on.set()
+        assert again.wait(10)
+        assert store.flush(10)
+        assert 0 in load_and_check(store, 0, 1, 2)
+        check_store(store)

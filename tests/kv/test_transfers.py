@@ -27,6 +27,7 @@ class Witness:
         self.inner = inner
         self.starts = starts  # where the layers begin
         self.layers: list[int] = []
+        self.writes_at_once = 1
         self.best_read_bytes = 1  # one layer, one read
 
     def __getattr__(self, name: str) -> object:

@@ -362,3 +362,27 @@ def test_a_bug_while_a_tier_is_asked_for_a_chunk_is_counted_and_a_miss(
     locator.close()
     assert metrics.value("kv_tier_errors_total", tier="disk", verb="bug") == 1
     assert "which is a bug" in caplog.text
+
+
+def test_writes_of_other_keys_go_on_beside_one_that_waits_for_the_medium() -> None:
+    """A disk that takes long to sync each file took a fifth of a second for every chunk."""
+    first, others, order = threading.Event(), threading.Barrier(3), []
+
+    def write(packed: PackedChunk) -> bool:
+        if packed.key == make_key(0):
+            assert first.wait(10)
+        else:
+            others.wait(10)
+        order.append(packed.key)
+        return True
+
+    writer = Writer("disk", 8 * CHUNK_BYTES, write, num_threads=4)
+    for number in (0, 0, 1, 2, 3):  # the second of one key waits for the first
+        assert writer.offer(make_chunk(number), SaveTicket(), wait_s=0)
+    while len(order) < 3:
+        time.sleep(0.01)
+    assert make_key(0) not in order
+    first.set()
+    assert writer.flush(10)
+    assert order[3:] == [make_key(0), make_key(0)]
+    writer.close(1.0)

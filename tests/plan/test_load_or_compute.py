@@ -33,6 +33,15 @@ def test_a_link_is_too_dear_when_loading_costs_more_than_the_rows_it_saves() -> 
     assert too_slow_links(dear, 0.1) == {"disk"}, "a tenth of its rows is computed anyway"
 
 
+def test_rows_that_were_measured_on_a_busy_machine_do_not_make_loading_dear() -> None:
+    """128 and 384 rows took the same time there: as if a thousand more would cost nothing."""
+    grid = Grid((512, 2048), (32, 128, 384), [[0.1, 0.5, 0.5]] * 2)
+    profile = MachineProfile("m", "test", 10, grid, grid, {"disk": TierLink(1.7e8)})
+    costs = CostModel(profile)
+    dear = unhidden_links(costs, 1050, 20, {"disk": 1000}, {"disk": 6_000_000})
+    assert too_slow_links(dear, 0.35) == set(), "35 ms against a second"
+
+
 def test_a_link_that_is_hidden_is_never_too_dear() -> None:
     costs = make_costs({"disk": 0.9}, disk=1.0)
     assert unhidden_links(costs, 1000, 10, {"disk": 100}, {"disk": 1_000_000}) == ()

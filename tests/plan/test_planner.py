@@ -174,10 +174,30 @@ def test_a_strategy_that_cannot_use_what_is_stored_says_so(strategy: StrategyInf
     assert why(plan, "fused epic") is Reason.NEEDS_MISSING
 
 
-def test_a_gain_below_ten_percent_or_twenty_milliseconds_is_left() -> None:
+def test_a_gain_below_ten_percent_is_left() -> None:
     small = make_planner(stored=on_disk("a300"), gate=OpenGate(epic=0.95)).plan(ask("a300"))
     assert small.strategy is None
     assert why(small, "fused epic") is Reason.GAIN_TOO_SMALL
+
+
+@pytest.mark.parametrize("times", [1.0, 1e-2, 1e-4])
+def test_what_pays_is_fused_however_fast_the_device_is(times: float) -> None:
+    links = {"disk": FAST / times}
+    planner = make_planner(stored=on_disk("a300", "b300"), links=links)
+    planner.costs.profile.prefill.scale(times)  # the grid of recomputing is the same one
+    assert planner.plan(ask("a300", "b300")).strategy == "epic"
+
+
+def test_what_a_fused_answer_takes_on_the_host_can_be_more_than_it_saves() -> None:
+    planner = make_planner(stored=on_disk("a300", "b300"), links={"disk": FAST * 1e3})
+    profile = planner.costs.profile
+    profile.prefill.scale(1e-2)  # 610 tokens in 6 ms; the grid of recomputing is the same one
+    for _ in range(12):
+        profile.saw_unpriced(0.006, 0.002)
+    assert planner.plan(ask("a300", "b300")).strategy is None
+    for _ in range(200):  # exact answers alone: the host may be faster by now
+        profile.saw_exact(0, 610, 0.0061)
+    assert planner.plan(ask("a300", "b300")).strategy == "epic"
 
 
 def test_a_request_without_strategies_is_planned_exactly() -> None:

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from kvweave.errors import ConfigError
 from kvweave.plan.loading_cost import PaidShares
-from kvweave.plan.profile import Grid, MachineProfile, TierLink, load_profile
+from kvweave.plan.profile import (
+    FARTHEST,
+    GAIN,
+    Grid,
+    MachineProfile,
+    TierLink,
+    load_profile,
+)
 
 XS, YS = (0, 128, 512), (32, 64, 256)
 
@@ -52,8 +59,10 @@ def test_more_new_tokens_never_cost_less(x: int, y: int, more: int) -> None:
     assert grid.at(x, y + more) >= grid.at(x, y) - 1e-12
 
 
-def test_a_noisy_last_step_is_not_taken_as_falling() -> None:
-    assert Grid((0,), (32, 64), [[1.0, 0.9]]).at(0, 640) == 0.9
+@pytest.mark.parametrize("last_s", [0.9, 1.0, 1.01])
+def test_a_noisy_last_step_is_not_taken_as_flat(last_s: float) -> None:
+    grid = Grid((0,), (32, 64), [[1.0, last_s]])
+    assert grid.at(0, 640) == pytest.approx(last_s * (1 + 0.5 * 9), rel=0.01)
 
 
 def test_observations_move_the_grid_to_the_truth() -> None:
@@ -161,7 +170,7 @@ def test_a_saved_profile_comes_back(tmp_path: Path) -> None:
         "disk/int8": TierLink(3e8, paid=alone, paid_beside=beside),
     }
     profile = MachineProfile("m", "a CPU", 30, make_grid(), make_grid(), links)
-    profile.relation, profile.measured_s = 1.4, 5.0
+    profile.relation, profile.measured_s, profile.unpriced_s = 1.4, 5.0, 0.002
     profile.saw_exact(0, 256, 1.0)
     profile.saw_fused(512, 64, 0.5)
     profile.save(tmp_path / "profile.json")
@@ -205,6 +214,15 @@ def make_profile(prefill: float = 1.0, recompute: float = 1.0) -> MachineProfile
         for s in (prefill, recompute)
     ]
     return MachineProfile("m", "cpu", 30, *grids)
+
+
+def test_a_stall_beside_the_rows_of_a_fused_answer_counts_as_a_few_times_its_price() -> None:
+    profile = make_profile()
+    profile.saw_unpriced(60.0, 0.1)
+    assert profile.unpriced_s == pytest.approx(GAIN * FARTHEST * 0.1)
+    for _ in range(40):
+        profile.saw_unpriced(-0.01, 0.1)  # less than its price: nothing that is not priced
+    assert profile.unpriced_s < 1e-5
 
 
 @pytest.mark.parametrize("off", [10.0, 0.1])

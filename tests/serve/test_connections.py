@@ -1,5 +1,6 @@
 """Connections that do nothing keep nobody out."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -10,11 +11,15 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from kvweave.app.weave import Weave
 from kvweave.model.decoder import Decoder
 from kvweave.serve.access.api_keys import parse_keys
+from kvweave.serve.access.connections import guard_connections
 from kvweave.serve.access.errors import ApiError
+from kvweave.serve.access.held import HeldRequest
 from kvweave.serve.access.limits import Limits
 from kvweave.serve.uploads.quotas import TenantQuotas
 from worlds.serving import (
@@ -140,12 +145,6 @@ def test_a_head_that_is_too_large_is_refused_when_it_comes_in_one_read_too(
     before: bytes, head: bytes
 ) -> None:
     """The protocol is fed by hand: how much a socket gives at a time is the system's choice."""
-    import asyncio
-
-    from uvicorn import Config
-    from uvicorn.server import ServerState
-
-    from kvweave.serve.access.connections import guard_connections
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """Answer nothing."""
@@ -324,3 +323,50 @@ def test_twelve_long_answers_of_one_tenant_leave_another_its_first_token(
             assert {reply.result().status_code for reply in greedy} == {200}
     weave.close()
     assert steps < 40, "not after the first four, which take more than a hundred"
+
+
+async def answer_or_wait(scope: Any, receive: Any, send: Any) -> None:
+    """Refuse who has no key before a body is read; all others wait."""
+    if (b"x-key", b"1") in scope["headers"]:
+        await asyncio.sleep(60)
+    head = {"status": 401, "headers": [(b"content-length", b"0")]}
+    await send({"type": "http.response.start", **head})
+    await send({"type": "http.response.body", "body": b""})
+
+
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+WAITING = CHAT + b"X-Key: 1\r\nContent-Length: 2\r\n\r\n{}"
+
+
+@pytest.mark.parametrize("is_together", [False, True], ids=["apart", "together"])
+def test_a_request_is_given_away_without_bytes_of_the_one_before(is_together: bool) -> None:
+    """What another process reads first would be a request there, whoever wrote it."""
+    within = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+    refused = CHAT + b"Content-Length: %d\r\n\r\n" % len(within)
+    packets = [within + WAITING] if is_together else [within, WAITING]
+
+    async def run() -> HeldRequest | None:
+        loop = asyncio.get_running_loop()
+        config = Config(answer_or_wait, lifespan="off")
+        config.load()
+        make = guard_connections(8, 30.0)
+        protocol = make(config=config, server_state=ServerState(), app_state={})
+        ours, theirs = socket.socketpair()
+        await loop.connect_accepted_socket(lambda: protocol, theirs)
+        with ours:
+            ours.setblocking(False)
+            await loop.sock_sendall(ours, refused)
+            assert (await loop.sock_recv(ours, 4096)).startswith(b"HTTP/1.1 401")
+            for packet in packets:
+                protocol.data_received(packet)
+                await asyncio.sleep(0.05)
+            held: HeldRequest | None = protocol.let_go()
+            return held
+
+    held = asyncio.run(run())
+    if is_together:
+        assert held is None, "its bytes are not known apart"
+    else:
+        assert held is not None
+        assert held.received == WAITING
+        held.connection.close()

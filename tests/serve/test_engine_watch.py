@@ -1,5 +1,6 @@
 """A server whose engine is gone says so: to those who wait, on /readyz, and by ending."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from kvweave.engine.worker import Pulse
 from kvweave.errors import RequestError
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
+from kvweave.serve.access.held import HeldRequest
 from kvweave.serve.server import ServerLifecycle
 from kvweave.serve.workers.engine_watch import EngineWatch
 from worlds.serving import make_weave, serving, user
@@ -71,6 +73,31 @@ def test_a_step_that_hangs_ends_the_server_and_all_who_wait_hear_of_it(
     began_s = time.monotonic()
     weave.close()
     assert time.monotonic() - began_s < 10.0
+
+
+def test_a_busy_server_lets_no_request_go_that_nobody_waits_for(
+    chat_model_folder: Path, sick: SickDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.serve.server.PASS_ON_S", 0.3)
+    weave = make_weave(chat_model_folder, lambda _: sick)
+    loops: list[asyncio.AbstractEventLoop] = []
+    given: list[HeldRequest] = []
+    lifecycle = ServerLifecycle(
+        stuck_s=2.0,
+        lame_s=3.0,
+        on_ready=lambda: loops.append(asyncio.get_running_loop()),
+        on_broken=lambda _: loops[0].call_soon_threadsafe(time.sleep, 1.5) and None,
+        pass_on=given.append,
+    )
+    with serving(weave, lifecycle=lifecycle) as url:
+        assert ask(url).status_code == 200
+        sick.gate.clear()
+        reply = ask(url)
+    sick.gate.set()
+    weave.close()
+    assert reply.status_code == 503
+    assert "the engine hangs" in reply.text
+    assert not given
 
 
 def test_a_device_that_fails_for_good_ends_the_server(

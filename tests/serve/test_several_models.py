@@ -265,7 +265,7 @@ def test_memory_is_divided_and_too_little_of_it_is_said_before_loading(
     config = WeaveConfig(ModelChoice(device="cpu"), engine=EngineSettings(page_tokens=16))
     names = [str(folders["tiny"]), str(folders["twin"])]
     free = iter([10**9, 100])
-    monkeypatch.setattr("kvweave.app.model_set._free_bytes", lambda: next(free))
+    monkeypatch.setattr("kvweave.app.model_set.free_bytes", lambda: next(free))
     with pytest.raises(
         ConfigError, match=r"needs at least .* GB for its weights beside llama, and"
     ):

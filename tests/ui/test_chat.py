@@ -161,19 +161,89 @@ def test_passages_of_one_name_are_told_apart(visit: Visiting, empty: KbServer) -
             assert not any("{#" in text for text in shown)
 
 
+def reply_with(timeline: dict[str, int], full_ms: int, tokens: dict[str, int]) -> str:
+    """A streamed reply whose times are in the test's hands."""
+    explain = {"timeline_ms": timeline, "full_ms": full_ms, "tokens": tokens, "ratio": 0}
+    events = [
+        {"id": "x", "choices": [{"delta": {"content": "Hello"}}]},
+        {"id": "x", "choices": [], "explain": {**explain, "strategy": "prefix"}},
+    ]
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(("computing", "sooner"), [(1100, "6.5× sooner"), (8900, None)])
+def test_waiting_counts_on_neither_side_of_the_comparison_with_full_prefill(
+    visit: Visiting, tiny: KbServer, computing: int, sooner: str | None
+) -> None:
+    """20 s to the first token, nearly all of it in a queue, beside a full prefill of 7.8 s; and a
+    prompt that took longer than that, after no waiting."""
+    waiting = 20_200 - computing - 200
+    timeline = {"queue": 200, "first_token": 20_000, "waiting": waiting, "searching": 100}
+    timeline |= {"loading": 100, "computing": computing, "answering": 3000, "total": 23_000}
+    tokens = {"exact": 0, "reused": 700, "recomputed": 100, "computed": 200}
+    body = reply_with(timeline, 7800, tokens)
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(content_type="text/event-stream", body=body),
+        )
+        ask(page, "hello?")
+        timing = page.locator(".timing")
+        expect(timing).to_contain_text("20.2 s to the first token")
+        shown = timing.locator(".times li").all_inner_texts()
+        assert [each.split()[0] for each in shown] == [
+            *("waiting", "searching", "loading", "computing", "answering")
+        ]
+        expect(timing).to_contain_text(f"this prompt {(computing + 100) / 1000:.2f} s")
+        expect(timing).to_contain_text("full prefill: about 7.80 s")
+        if sooner is None:
+            expect(timing).not_to_contain_text("sooner")
+        else:
+            expect(timing).to_contain_text(sooner)
+        v.keep(f"waited-{computing}")
+
+
+def test_a_long_wait_says_its_stage_and_seconds(visit: Visiting, tiny: KbServer) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option("")
+        page.evaluate(
+            """() => {
+              const real = fetch;
+              const pieces = [': {"name":"waiting","others":2}\\n\\n',
+                ': {"name":"reading","others":0}\\n\\n',
+                'data: {"id":"x","choices":[{"delta":{"content":"word"}}]}\\n\\n'
+                  + 'data: [DONE]\\n\\n'];
+              const slow = () => new ReadableStream({ start(pen) {
+                window.next = () => pen.enqueue(new TextEncoder().encode(pieces.shift()));
+              } });
+              window.fetch = (path, options) => (String(path).includes("chat/completions")
+                ? Promise.resolve(new Response(slow())) : real(path, options));
+            }"""
+        )
+        ask(page, "hello?")
+        waiting = page.locator(".waiting")
+        expect(waiting).to_contain_text(re.compile(r"sending\s*· 1 s"))
+        page.evaluate("window.next()")
+        expect(waiting).to_contain_text(re.compile(r"waiting for 2 other answers\s*· [12] s"))
+        v.keep("waiting")
+        page.evaluate("window.next()")
+        expect(waiting).to_contain_text(re.compile(r"reading\s*· [12] s"))
+        page.evaluate("window.next()")
+        expect(page.locator(DONE)).to_contain_text("word")
+        expect(waiting).to_have_count(0)
+
+
 @pytest.mark.parametrize("exact", [20, 800])
 def test_an_answer_is_called_sooner_only_where_passages_were_reused(
     visit: Visiting, tiny: KbServer, exact: int
 ) -> None:
     """How long an answer takes is not in a test's hands, so the reply is made in the browser."""
     tokens = {"exact": exact, "reused": 0, "recomputed": 0, "computed": 1000 - exact}
-    timeline = {"queue": 1, "first_token": 999}
-    explain = {"timeline_ms": timeline, "full_ms": 1500, "tokens": tokens, "strategy": "prefix"}
-    events = [
-        {"id": "x", "choices": [{"delta": {"content": "Hello"}}]},
-        {"id": "x", "choices": [], "explain": {**explain, "ratio": 0}},
-    ]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    timeline = {"queue": 1, "first_token": 999, "waiting": 0, "searching": 0, "loading": 200}
+    timeline |= {"computing": 800, "answering": 500, "total": 1499}
+    body = reply_with(timeline, 1500, tokens)
     with visit(tiny.url) as v:
         page = v.go("chat/new")
         page.route(

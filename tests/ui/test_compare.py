@@ -18,7 +18,7 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
         ways = page.locator(".way")
         expect(ways).to_have_count(3)
         for at in range(3):
-            expect(ways.nth(at)).to_contain_text("to the first token")
+            expect(ways.nth(at)).to_contain_text("loading and computing")
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("Tokens computed")
         for at in (1, 2):
             expect(ways.nth(at).locator("dl.facts")).to_contain_text("nats per token")
@@ -34,15 +34,21 @@ def test_three_ways_side_by_side(visit: Visiting, tiny: KbServer, notes: str) ->
 def test_answers_are_drawn_as_markdown_with_their_differences_marked(
     visit: Visiting, tiny: KbServer, notes: str
 ) -> None:
-    """No model here writes markdown on request, so the reply is made in the browser."""
+    """No model here writes markdown on request, so the reply is made in the browser. The second way
+    had to wait for somebody's answer, which is not held against it."""
     said = ["Use `drain` **now**, then wait.", "Use `evict` **now**, then wait."]
     tokens = {"exact": 9, "reused": 0, "recomputed": 0, "computed": 9}
     explain = {"strategy": "full", "ratio": 0, "tokens": tokens}
     events: list[dict[str, object]] = []
     for way, text in enumerate(said):
-        done = {"answer": text, "ttft_ms": 9 - way, "explain": explain, "id": None}
+        waited, computing = 5000 * way, 900 - 600 * way
+        timeline = {"queue": 0, "waiting": waited, "searching": 0, "loading": 0, "answering": 100}
+        timeline |= {"computing": computing, "first_token": waited + computing, "total": 9000}
+        told = {**explain, "timeline_ms": timeline}
+        done = {"answer": text, "ttft_ms": waited + computing, "explain": told, "id": None}
         events += [{"way": way, "delta": text}, {"way": way, "done": done}]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    body = ': {"name":"waiting","others":1}\n\n'
+    body += "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     with visit(tiny.url) as v:
         page = v.go("compare")
         page.route(
@@ -56,6 +62,7 @@ def test_answers_are_drawn_as_markdown_with_their_differences_marked(
         answers = page.locator(".way-answer")
         expect(answers.nth(1).locator("mark")).to_have_text(["evict"])
         expect(answers.nth(1).locator("code mark")).to_have_count(1)
+        expect(page.locator(".way").nth(1)).to_contain_text("3.0× sooner")
         expect(answers.nth(0).locator("strong")).to_have_text("now")
         for at in range(2):
             expect(answers.nth(at)).not_to_contain_text("`")

@@ -105,3 +105,26 @@ def test_files_can_be_dropped(visit: Visiting, empty: KbServer) -> None:
         page = v.go("documents/dropped")
         page.locator(".drop").evaluate(drop)
         expect(page.get_by_role("row").filter(has_text="Dropped")).to_be_visible()
+
+
+def test_missing_kv_says_when_it_will_be_there_and_can_be_hurried(
+    visit: Visiting, empty: KbServer
+) -> None:
+    """How long it takes is not in a test's hands, so what the server says of it is changed here."""
+    bring(empty.url, "slow", "Only", "One passage about nodes.")
+    told = httpx.get(f"{empty.url}/v1/kb/slow").json()
+    making = {"state": "making", "chunks_done": 3, "chunks_total": 150, "eta_s": 700.0}
+    told["kv"] |= making
+    with visit(empty.url) as v:
+        page = v.page
+        page.route("**/v1/kb/slow", lambda route: route.fulfill(json=told))
+        v.go("documents/slow")
+        state = page.locator(".kv-state")
+        expect(state).to_contain_text("3 of 150 chunks (2.0 %), about 12 min left")
+        v.keep("kv-making")
+        with page.expect_response("**/v1/kb/slow/prepare") as answered:
+            state.get_by_role("button", name="Prepare now").click()
+        assert answered.value.status == 202
+        told["kv"]["hurried"] = True
+        expect(state).to_contain_text("answers meanwhile are slower")
+        expect(state.get_by_role("button", name="Prepare now")).to_have_count(0)

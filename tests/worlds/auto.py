@@ -71,13 +71,14 @@ class World:
         num_questions: int = 100,
         filler: tuple[int, ...] | None = None,
         preamble: tuple[int, ...] | None = None,
+        num_fillers: int = 1,
     ) -> None:
         """Write a table of (strategy, ratio, KL), behind the world's own filler and preamble."""
-        variant = Variant("filler", 1)
-        filler = filler_ids(self.tokenizer, 1) if filler is None else filler
+        variant = Variant("filler", num_fillers)
+        filler = filler_ids(self.tokenizer, num_fillers) if filler is None else filler
         preamble = split_template(self.tokenizer, SYSTEM)[0] if preamble is None else preamble
         table = Table(
-            encoding="filler:1",
+            encoding=str(variant),
             context=variant_name(variant, filler),
             preamble=digest_ids(preamble),
             num_chunk_tokens=90000,

@@ -29,6 +29,7 @@ class Counter:
         self.inner = inner
         self.reads: list[tuple[int, int]] = []
         self.readers: list[CountingReader] = []  # one per object opened
+        self.writes_at_once = 1
         self.best_read_bytes = 1  # one layer, one read
         self.go_on = threading.Event()
         self.go_on.set()

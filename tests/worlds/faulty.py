@@ -85,6 +85,7 @@ class FaultyTier:
         self.place = inner.place
         self.durable = inner.durable
         self.remote = inner.remote
+        self.writes_at_once = 1
         self.best_read_bytes = inner.best_read_bytes
         self._inner = inner
         self._lock = threading.Lock()

@@ -68,11 +68,13 @@ def gateway_over(
 
 
 @contextmanager
-def engine_process(model: Path, home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def engine_process(
+    model: Path, home: Path, **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`kvweave serve` as a process of its own, to be killed; its address."""
     src = Path(__file__).parents[2] / "src"
     env = {**os.environ, "PYTHONPATH": str(src), "KVWEAVE_HOME": str(home)}
-    env |= {"KVWEAVE_CONFIG": os.devnull, "OMP_NUM_THREADS": "1"}
+    env |= {"KVWEAVE_CONFIG": os.devnull, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "kvweave", "serve", "--port", "0", "--model", str(model)]
     command += ["--kb-root", str(home / "kbs"), "--embedder", "none-is-needed"]
     with (

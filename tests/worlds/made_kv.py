@@ -33,11 +33,12 @@ def opened(
     background: BackgroundKV | None,
     encoding: str = "filler:1",
     disk_bytes: int = 1 << 30,
+    host_bytes: int = 1 << 26,
 ) -> Weave:
     """Nothing is made before `start`."""
     runtime = ModelRuntime(*model, "tiny")
     kb = open_kb(folder, runtime.tokenizer, chunk_tokens=256)
-    tiers = (HostTierConfig(1 << 26), DiskTierConfig(folder / "kv", capacity_bytes=disk_bytes))
+    tiers = (HostTierConfig(host_bytes), DiskTierConfig(folder / "kv", capacity_bytes=disk_bytes))
     options = KVOptions(encoding, tiers=tiers, background=background)
     return Weave(runtime, library_of(kb, runtime, options))
 

@@ -12,7 +12,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import redis
 
 
 def redis_binary() -> Path:
@@ -184,3 +187,13 @@ def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
                 return
         time.sleep(0.02)
     raise RuntimeError(f"the redis server did not start:\n{log.read_text()}")
+
+
+@contextmanager
+def refusing(valkey: "redis.Redis[bytes]", *commands: str) -> Iterator[None]:
+    """A server that refuses some commands."""
+    valkey.acl_setuser("default", enabled=True, commands=[f"-{name}" for name in commands])
+    try:
+        yield
+    finally:
+        valkey.acl_setuser("default", enabled=True, commands=[f"+{name}" for name in commands])

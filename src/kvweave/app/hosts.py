@@ -53,6 +53,11 @@ class LocalModel(Protocol):
         ...
 
     @property
+    def document_tiers(self) -> Sequence[str]:
+        """Tiers that keep chunk KV of documents which come with requests; none: it is not kept."""
+        ...
+
+    @property
     def auditor(self) -> "Auditor": ...
 
     @property
@@ -156,6 +161,10 @@ class ModelHost(Protocol):
 
     @property
     def system(self) -> str: ...
+
+    def peek_kv(self, kb: "KnowledgeBase", tenant: str) -> KVProgress:
+        """How far the chunk KV of a knowledge base of a tenant is that is not open."""
+        ...
 
     def sampling(
         self,

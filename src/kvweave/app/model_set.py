@@ -7,7 +7,6 @@ for the first time.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from kvweave.app.weave import Weave
 from kvweave.config import WeaveConfig, given
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
+from kvweave.engine.free_memory import free_bytes
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, CorpusMismatch, RequestError
 from kvweave.metrics import Metrics, Sample
@@ -114,6 +114,9 @@ class ModelSet:
     @property
     def system(self) -> str:
         return self._first.system
+
+    def peek_kv(self, kb: "KnowledgeBase", tenant: str) -> KVProgress:
+        return self._first.peek_kv(kb, tenant)
 
     def metrics(self) -> Iterable[Metrics]:
         """Counters of the usual model: series have no label for models."""
@@ -315,21 +318,10 @@ def _check_memory(name: str, quant: str, device: str, loaded: Sequence[str]) -> 
     num_weights = TensorFiles(locate(name)).num_weights
     # float32 on a CPU, unless it may be rounded to a byte; two bytes on a GPU
     least = num_weights * (2 if is_gpu else 4 if quant == "none" else 1)
-    free = int(torch.cuda.mem_get_info()[0]) if is_gpu else _free_bytes()
+    free = int(torch.cuda.mem_get_info()[0]) if is_gpu else free_bytes()
     if least > free:
         beside = f" beside {', '.join(loaded)}" if loaded else ""
         raise ConfigError(
             f"{name} needs at least {least / GB:.1f} GB for its weights{beside}, and "
             f"{free / GB:.1f} GB are free; serve fewer models, or smaller ones"
         )
-
-
-def _free_bytes() -> int:
-    """Memory that a process can have, what the system only caches counted in."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    except OSError:
-        pass  # no Linux
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -501,6 +501,12 @@ class Weave:
         return self._runtime.client.engine
 
     @property
+    def document_tiers(self) -> tuple[str, ...]:
+        """Tiers that keep chunk KV of documents without a knowledge base, the fastest first."""
+        documents = self._target.documents
+        return () if documents is None else documents.tiers
+
+    @property
     def library(self) -> Library:
         """The open knowledge base."""
         if self._library is None:
@@ -512,12 +518,21 @@ class Weave:
         """The documents of the open knowledge base."""
         return self.library.kb
 
+    def peek_kv(self, kb: "KnowledgeBase", tenant: str) -> "KVProgress":
+        """How far the chunk KV of a knowledge base is that is not open, by what is on its disk."""
+        from kvweave.app.library.kv_progress import progress_on_disk
+
+        return progress_on_disk(kb)
+
     def metrics(self) -> Iterator[Metrics]:
         """Counters of the store and of the audit, brought up to date."""
-        if self._library is not None:
-            store = self._library.store
+        store = None if self._library is None else self._library.store
+        if self._target.documents is not None:
+            store = self._target.documents.opened_store
+        if store is not None:
             store.update_gauges()
-            _gauge(self._library.kv_progress(), store.metrics)
+            if self._library is not None:
+                _gauge(self._library.kv_progress(), store.metrics)
             yield store.metrics
         yield self.auditor.metrics
 
@@ -562,3 +577,7 @@ def _gauge(progress: "KVProgress | None", metrics: Metrics) -> None:
         metrics.gauge("kv_chunks_bytes", progress.num_bytes)
         metrics.gauge("kv_left_seconds", progress.eta_s or 0.0)
         metrics.gauge("kv_full", progress.state == "full")
+        calibration = progress.calibration
+        if calibration is not None:
+            metrics.gauge("kv_calibration_questions", calibration.asked)
+            metrics.gauge("kv_calibration_open", calibration.state == "open")

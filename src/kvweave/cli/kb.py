@@ -200,6 +200,21 @@ def set_command(kb_folder: Path, order: str) -> None:
     click.echo(f"{kb_folder}: order {order}")
 
 
+@command.command("prepare")
+@kb_option
+@url_option
+@json_option
+def prepare_command(kb_folder: Path, url: str | None, as_json: bool) -> None:
+    """Have a server make the chunk KV that a knowledge base lacks now, beside answers, until
+    nothing is left. Without a server: kvweave ingest --kv."""
+    from kvweave.cli.docs import show_server_kb
+    from kvweave.clients.server import ServerClient
+
+    if url is None:
+        raise click.UsageError("--url is missing; without a server: kvweave ingest --kv")
+    show_server_kb(ServerClient(url).prepare_kb(str(kb_folder)), as_json)
+
+
 @command.command("rm")
 @kb_option
 @url_option

@@ -22,6 +22,8 @@ from kvweave.cli.options import config_option, config_options, pass_config, stor
 from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given, known_keys
 from kvweave.errors import ConfigError
 from kvweave.paths import kb_root
+from kvweave.serve.keeper import BROKEN_CODE, Keeper, can_keep
+from kvweave.serve.kept import KeptStart
 from kvweave.serve.starting import StartAnswers
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ if TYPE_CHECKING:
 EVERYWHERE = ("", "0.0.0.0", "::")  # noqa: S104 - addresses that take requests from anywhere
 MOST_FILES = 65_536  # that a process is allowed to open, if the system lets it
 OTHER_FILES = 512  # of those that are no connections: catalogues, tiers, indexes
-BROKEN_CODE = 70  # exit code where the engine was lost: EX_SOFTWARE of sysexits.h
 END_S = 30.0  # for all of it to end then
+KEPT_CLOSE_S = 1.0  # for closing where others wait: what is written is safe from a kill
 CLOSE_S = 10.0  # and for closing in order, once nothing is served any more
 
 
@@ -68,27 +70,55 @@ kb_folders_option = click.option(
     also={"server.models": lambda names: names[1:] or None},
     help=f"{known_keys()['model.model'].help}. Repeatable: the first answers those who name none.",
 )
+@click.option(
+    "--shape",
+    metavar="NAME",
+    help="For load tests: random weights of a model's shape (llama-3.1-8b, qwen2.5-7b, mistral-7b, "
+    "tiny) in place of --model. What it says means nothing.",
+)
 @config_options("model.device", "model.dtype", "model.quant")
 @store_options
 @config_options(*ADDRESS_KEYS)
 @kb_folders_option
 @config_options("library.embedder", "library.encoding", *ANSWER_KEYS, "store.host_bytes", *END_KEYS)
 @pass_config
-def command(folders: tuple[str, ...], effective: EffectiveConfig) -> None:
+def command(folders: tuple[str, ...], shape: str | None, effective: EffectiveConfig) -> None:
     """Serve an OpenAI-compatible API."""
     need_extra()
-    server_config = effective.config.server
-    with (
-        listen(server_config.host, server_config.port) as listener,
-        StartAnswers(listener) as start,
-    ):
-        run_server(*make_server(folders, effective.config, listener), start)
+    config = effective.config if shape is None else with_shape(effective.config, shape)
+    server_config = config.server
+    if (kept := KeptStart.find()) is not None:
+        with kept:
+            run_server(*make_server(folders, config, kept.listener, kept), kept)
+        return
+    with listen(server_config.host, server_config.port) as listener:
+        if server_config.restarts and can_keep():
+            keeper = Keeper(listener, server_config.restarts, server_config.request_s)
+            raise click.exceptions.Exit(keeper.run())
+        with StartAnswers(listener) as start:
+            run_server(*make_server(folders, config, listener), start)
+
+
+def with_shape(config: WeaveConfig, shape: str) -> WeaveConfig:
+    """The configuration with random weights of a shape for its model. Raises ConfigError."""
+    from kvweave.app.library.runtime import drawn_model
+
+    named = [name for name in (config.model.model, *(config.server.models or ())) if name]
+    if named:
+        raise ConfigError(f"--shape draws random weights, but {named[0]} was named; drop one")
+    if config.model.quant == "int8":
+        raise ConfigError("--shape has no weights in 8 bits; drop --quant")
+    return replace(config, model=replace(config.model, model=drawn_model(shape)))
 
 
 def make_server(
-    folders: Sequence[str], config: WeaveConfig, listener: socket.socket
+    folders: Sequence[str],
+    config: WeaveConfig,
+    listener: socket.socket,
+    kept: KeptStart | None = None,
 ) -> "tuple[Server, Closable, Libraries]":
-    """Load the models and put the server together; the others are to be closed after it."""
+    """Load the models and put the server together; the others are to be closed after it. With
+    `kept` another process goes on if this one cannot."""
     from kvweave.app.libraries.libraries import Libraries
     from kvweave.app.library.library import embedder_opener
     from kvweave.app.library.store_tiers import check_store
@@ -106,6 +136,8 @@ def make_server(
     check_store(config.store)
     warn_if_open(server_config.host, has_keys=bool(keys))
     weave = open_models(config)
+    if kept is not None:
+        kept.take(weave.engines)
     weave.check_strategy(places.usual.reuse, places.usual.ratio)
     opener = embedder_opener(config.library)
     libraries = Libraries(weave, places, open_embedder=opener)
@@ -126,17 +158,23 @@ def make_server(
         page=PageConfig(server_config.kept_answers, conversations_folder(places.root)),
         lifecycle=ServerLifecycle(
             prepare=steps,
-            on_ready=lambda: greet(
-                ", ".join(weave.models()),
-                weave.weights_words,
-                url,
-                places.root,
-                with_key=bool(keys),
+            on_ready=lambda: (
+                None
+                if kept is not None and kept.failures
+                else greet(
+                    ", ".join(weave.models()),
+                    weave.weights_words,
+                    url,
+                    places.root,
+                    with_key=bool(keys),
+                )
             ),
             lame_s=server_config.lame_s,
             patience_s=server_config.grace_s,
             stuck_s=server_config.engine_s,
-            on_broken=lambda why: end_by_force(END_S),
+            on_broken=lambda why: _begin_end(why, kept),
+            pass_on=None if kept is None else kept.pass_on,
+            on_end=None if kept is None else lambda: kept.leave(weave.engines),
         ),
     )
     return server, weave, libraries
@@ -338,16 +376,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(
-    server: "Server", host: "Closable", libraries: "Libraries", start: StartAnswers
+    server: "Server", host: "Closable", libraries: "Libraries", start: StartAnswers | KeptStart
 ) -> None:
     """Serve until a signal, then close in order: `host` is a Weave or a Gateway."""
     # uvicorn stops in order and then passes the signal on, which must not end us before we close
     signal.signal(signal.SIGTERM, _end)
     with closing(host), closing(libraries):
         try:
-            server.run([start.hand_over()])
+            listener = start.hand_over()
+            if isinstance(start, KeptStart):
+                server.resume(start.held)
+            server.run([listener])
             if server.broken is not None:
-                _leave_broken(server.broken)
+                _leave_broken(server.broken, is_kept=isinstance(start, KeptStart))
         except KeyboardInterrupt:
             click.echo("stopped", err=True)
             raise click.exceptions.Exit(EXIT_CODE) from None
@@ -355,11 +396,19 @@ def run_server(
             click.echo("stopped", err=True)
 
 
-def _leave_broken(why: str) -> None:
+def _begin_end(why: str, kept: KeptStart | None) -> None:
+    """The engine is lost: whatever holds this process up, it ends."""
+    end_by_force(END_S)
+    if kept is not None:
+        kept.tell_broken(why)
+
+
+def _leave_broken(why: str, *, is_kept: bool) -> None:
     """End with a code of its own, for whoever watches to start another. In order if that can be
-    done: what the engine held up may never end."""
-    click.echo(f"Error: {why}; start it again", err=True)
-    end_by_force(CLOSE_S)
+    done: what the engine held up may never end. A keeper says it, and waits with requests."""
+    if not is_kept:
+        click.echo(f"Error: {why}; start it again", err=True)
+    end_by_force(KEPT_CLOSE_S if is_kept else CLOSE_S)
     raise click.exceptions.Exit(BROKEN_CODE)
 
 

@@ -115,6 +115,9 @@ def progress_text(progress: "KVProgress") -> str:
         parts.append(f"{progress.chunks_in_front:,} also for the first place in a prompt")
     if progress.eta_s is not None:
         parts.append(f"about {time_text(progress.eta_s)} left")
+    calibration = progress.calibration
+    if calibration is not None and calibration.state == "measuring":
+        parts.append(f"asked about themselves: {calibration.asked} of {calibration.most} questions")
     if progress.state in ("full", "failed"):
         parts.append(f"{progress.state}: {progress.why}" if progress.why else progress.state)
     return ", ".join(parts)

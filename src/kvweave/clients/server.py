@@ -79,6 +79,10 @@ class ServerClient:
     def delete_kb(self, name: str) -> Reply:
         return self._json("DELETE", _kb(name))
 
+    def prepare_kb(self, name: str) -> Reply:
+        """Have the chunk KV that it lacks made now, beside answers."""
+        return self._json("POST", _kb(name, "prepare"))
+
     def documents(self, kb: str) -> list[Reply]:
         return self._pages(_kb(kb, "documents"))
 

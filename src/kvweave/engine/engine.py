@@ -10,7 +10,7 @@ steps requests come and go; within one nothing changes. An error of one request 
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from kvweave.engine.arrivals import Arrivals, RequestLimits
 from kvweave.engine.chunk_loader import ChunkLoader
@@ -19,12 +19,13 @@ from kvweave.engine.common_steps import AHEAD, CommonSteps
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.fused_prompts import FusedPrompts
 from kvweave.engine.inbox import Inbox
+from kvweave.engine.left_prefixes import read_prefixes, write_prefixes
 from kvweave.engine.lifecycle import Lifecycle, Message
 from kvweave.engine.own_steps import OwnSteps
 from kvweave.engine.page_manager import PageManager, make_pool
 from kvweave.engine.pages import PageAllocator
-from kvweave.engine.prefixes import Cost, ExactPrefixes, guessed_cost_s
-from kvweave.engine.request import EngineRequest, Ticket
+from kvweave.engine.prefixes import Cost, ExactPrefixes, guessed_cost_s, path_of
+from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
@@ -44,6 +45,7 @@ from kvweave.types import ChunkId
 
 T = TypeVar("T")
 
+LEAVE_S = 2.0  # for the thread to end, before what it may change is read
 FULL_SHARE = 0.9  # of its part of the pool, from which on the knowledge tree counts as full
 
 
@@ -71,6 +73,7 @@ class Engine:
             pool = make_pool(self.cfg, decoder)
         if runner is None:
             runner = Runner(decoder, open_recorded(decoder, pool, self.cfg.recorded_rows))
+        self._pool = pool
         self._inbox: Inbox[Message] = Inbox()
         self._allocator = PageAllocator(pool.num_pages)
         self._chunks: ChunkPages | None = None
@@ -157,6 +160,16 @@ class Engine:
 
         return self.run_alone(lambda: sum(map(forget, namespaces)))
 
+    def read_exact(
+        self, preamble: Sequence[int], chunk: EngineChunk, namespace: str = ""
+    ) -> Prefix | None:
+        """Return a copy of the exact KV of a preamble with a chunk right behind it, keys turned to
+        their positions; None: no prompt has left it here."""
+        path = path_of(namespace, preamble, (chunk,))
+        if self.tree.match_tokens(path) <= len(preamble):  # as it was a moment ago
+            return None
+        return self.run_alone(lambda: self._prefixes.read(path, (*preamble, *chunk.token_ids)))
+
     def pin_preamble(self, preamble: Prefix, namespace: str = "") -> bool:
         """Keep a preamble's exact KV in the tree for good. On the engine thread. False: no room."""
         return self._prefixes.pin(namespace, preamble)
@@ -226,19 +239,20 @@ class Engine:
         background left out. As it was a moment ago."""
         return self._scheduler.is_busy
 
-    def pending_prefills(self) -> int:
-        """Requests whose prompt is not computed yet. Speculation starts when there are few.
+    def pending_prefills(self, before: Ticket | None = None) -> int:
+        """Requests whose prompt is not computed yet; with `before` those that came before that one.
+        Speculation starts when there are few.
 
         Those that were cancelled are not counted: their turn never comes. Nor are those in the
         background: it never comes before another's.
         """
         sequences = dict(self._lifecycle.sequences)  # in one go: the engine thread changes it
         prompts = sum(
-            sequence.progress.computed < sequence.prompt_len and _counts(ticket)
+            sequence.progress.computed < sequence.prompt_len and _counts(ticket, before)
             for ticket, sequence in sequences.items()
         )
         new = (item for item in self._inbox.peek() if isinstance(item, Ticket))
-        prompts += sum(_counts(ticket) and ticket not in sequences for ticket in new)
+        prompts += sum(_counts(ticket, before) and ticket not in sequences for ticket in new)
         # the one that a device is at counts as computed
         return prompts + self._own_steps.has_prompt
 
@@ -266,6 +280,21 @@ class Engine:
         EngineClosed, and it takes nothing more. `close` then waits for nothing."""
         self._worker.abandon(EngineClosed(why))
 
+    def leave_exact(self, file: BinaryIO, most_bytes: int) -> int:
+        """Write exact KV that can still be read to a file, for another process, so many bytes of
+        it at most; return how many chunks. Behind `abandon`. Waits a moment for the thread; one
+        that hangs changes nothing."""
+        self._worker.wait_for_end(LEAVE_S)
+        revision = self._decoder.revision
+        return write_prefixes(self._prefixes, self._pool, revision, file, most_bytes)
+
+    def take_exact(self, file: BinaryIO) -> int:
+        """Take exact KV that another process left; return how many chunks. Raises ValueError or
+        OSError if the file is not whole."""
+        return self.run_alone(
+            lambda: read_prefixes(self._prefixes, self._pool, self._decoder.revision, file)
+        )
+
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         self._worker.close()
@@ -289,6 +318,8 @@ class Engine:
             self._worker.post(ticket)
 
 
-def _counts(ticket: Ticket) -> bool:
-    """Whether others wait for a request's turn."""
-    return not (ticket.is_cancelled or ticket.request.background)
+def _counts(ticket: Ticket, before: Ticket | None) -> bool:
+    """Whether others wait for a request's turn, or `before` does."""
+    if ticket.is_cancelled or ticket.request.background:
+        return False
+    return before is None or ticket.timeline.submitted_s < before.timeline.submitted_s

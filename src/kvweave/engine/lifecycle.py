@@ -133,13 +133,13 @@ class Lifecycle:
     def finish_step(self, output: StepOutput) -> None:
         """Take in what a common step computed: rows, and logits of the requests that are through
         with theirs."""
-        is_shared = len(output.results) > 1
+        all_rows = sum(result.slice.num_rows for result in output.results)
         for result in output.results:
-            self._finish_slice(result, output.seconds, is_shared)
+            self._finish_slice(result, output.seconds, all_rows)
 
-    def _finish_slice(self, result: SliceResult, seconds: float, is_shared: bool) -> None:
-        """Advance one request by the rows of a step that took `seconds`, and draw a token if the
-        step gave it logits. `is_shared`: others took part in the step."""
+    def _finish_slice(self, result: SliceResult, seconds: float, all_rows: int) -> None:
+        """Advance one request by its rows of a step, which had `all_rows` and took `seconds`, and
+        draw a token if the step gave it logits."""
         sequence, num_rows = result.slice
         if result.error is not None:
             self.end(sequence.ticket, result.error)
@@ -149,7 +149,7 @@ class Lifecycle:
         if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{JOINED}")
         self.offer_to_tree(sequence)
-        sequence.ticket.timeline.add_step(seconds, is_shared)
+        sequence.ticket.timeline.add_step(seconds, num_rows / all_rows)
         if result.logits is None:
             return
         if sequence.ticket.record is None:

@@ -142,7 +142,7 @@ class OwnSteps:
         """Record the own step of a prompt, and answer if the prompt is `prefilled`. None: its rows
         were chosen and will run in the common steps."""
         lifecycle, seconds = self._lifecycle, time.perf_counter() - started_s
-        own.ticket.timeline.add_step(seconds, False)
+        own.ticket.timeline.add_step(seconds)
         if own.shared is not None:
             lifecycle.counts.add("fused_shared")
         if prefilled is None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from kvweave.engine.bad_pages import has_bad_rows
 from kvweave.engine.chunk_pages import ChunkPages
@@ -139,6 +140,15 @@ class ExactPrefixes:
         )
         return Prefix(tuple(token_ids[:num_tokens]), tuple(layers))
 
+    def read(self, path: Sequence[ChunkRef], token_ids: Sequence[int]) -> Prefix | None:
+        """Return a copy of the KV of a path, whose tokens these are; None: not all is there."""
+        lease = self.acquire(path, 0, count=False)
+        try:
+            is_whole = lease.num_tokens == len(token_ids)  # what leaves the device may get lost
+            return self.copy(lease, token_ids) if is_whole else None
+        finally:
+            lease.release()
+
     def offer(self, lease: TreeLease, chunk: ChunkRef, start: int, kv: PagedKV) -> bool:
         """Offer the tokens [start, start + chunk.num_tokens) of a sequence. False: the tree has no
         room, and none for what stands behind them."""
@@ -150,6 +160,35 @@ class ExactPrefixes:
         if extended is not Extended.ADOPTED:
             self._allocator.release(pages)
         return extended in (Extended.ADOPTED, Extended.PRESENT)
+
+    def adopt(
+        self,
+        path: Sequence[ChunkRef],
+        kv: Tensor,
+        is_bad: Callable[[Sequence[int], int], bool],
+    ) -> bool:
+        """Put the KV of the last part of a path into the tree, from pages elsewhere: [2, L, pages,
+        page, Hk, D]. False: what stands in front of it is not there, there is no room for it
+        without letting others go, or `is_bad` says of its first rows that they are no numbers."""
+        last, count = path[-1], kv.shape[2]
+        with self.acquire(path[:-1], 0, count=False) as lease:
+            start = sum(part.num_tokens for part in path[:-1])
+            room = self.tree.config.device_bytes - self.tree.used_bytes(DEVICE)
+            is_fit = lease.num_tokens == start and count * self._pool.page_bytes <= room
+            taken = self._allocator.take(count) if is_fit else None
+            if taken is None:
+                return False
+            try:
+                at = torch.tensor(taken, device=self._pool.keys.device)
+                source = kv.to(self._pool.keys.device)
+                self._pool.keys[:, at], self._pool.values[:, at] = source
+                first = start // self._page_tokens
+                if is_bad(taken, start + last.num_tokens - first * self._page_tokens):
+                    return False
+                table = [*self.table(lease)[:first], *taken]
+                return self.offer(lease, last, start, PagedKV(self._pool, table))
+            finally:
+                self._allocator.release(taken)
 
     def pin(self, namespace: str, preamble: Prefix) -> bool:
         """Put a preamble that was computed elsewhere into the tree, to stay there. False: there is

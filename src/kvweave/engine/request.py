@@ -102,6 +102,7 @@ class RequestTimeline:
     admitted_s: float | None = None  # it got its pages
     loading_s: float = 0.0  # waiting for bytes while others ran
     computing_s: float = 0.0  # steps it took part in, until its first token
+    beside_s: float = 0.0  # of those, what the rows of other requests in them took
     first_token_s: float | None = None
     finished_s: float | None = None
     preempted: int = 0  # times its pages were taken away
@@ -112,11 +113,12 @@ class RequestTimeline:
     wasted_tokens: int = 0  # one that was wrong: computed, and not kept in the knowledge tree
     shared: bool = False  # others were computed in the same steps
 
-    def add_step(self, seconds: float, shared: bool) -> None:
-        """Add the time of a step that the request took part in; `shared` with others."""
+    def add_step(self, seconds: float, share: float = 1.0) -> None:
+        """Add the time of a step that the request took part in; `share` of its rows were its."""
         if self.first_token_s is None:
             self.computing_s += seconds
-            self.shared = self.shared or shared
+            self.beside_s += seconds * (1 - share)
+            self.shared = self.shared or share < 1
 
 
 class Ticket(Iterator[Choice]):

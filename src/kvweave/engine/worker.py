@@ -131,6 +131,13 @@ class Worker:
             with self._inbox.changed:
                 self._futures.discard(future)
 
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait for the thread of an engine that was closed or abandoned, so long at most."""
+        with self._inbox.changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         with self._inbox.changed:

@@ -96,6 +96,11 @@ class FuseRecord:
         """Tokens by state."""
         return {str(state): self.states.count(state) for state in State}
 
+    @property
+    def loaded_starts(self) -> list[int]:
+        """First tokens of the chunks whose stored KV was loaded from a tier."""
+        return [each.start for each in self.chunks if each.tier not in (None, TREE)]
+
     def runs(self) -> list[tuple[State, int, int]]:
         """Neighbouring tokens of one state: (state, start, end)."""
         runs, at = [], 0

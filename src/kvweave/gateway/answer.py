@@ -153,6 +153,7 @@ class _Attempt:
     def answer(self) -> Answer:
         end, notes, now_s = self._end, self._notes, time.perf_counter()
         prompt = self._request.prompt
+        self._note_loaded()
         calls = tuple(piece.call for piece in self._given if piece.call is not None)
         reason = end.finish_reason or "stop"
         note = UpstreamNote(
@@ -183,6 +184,14 @@ class _Attempt:
             tool_calls=calls,
             upstream=note,
         )
+
+    def _note_loaded(self) -> None:
+        """Keep which chunks the replica says it has loaded the KV of."""
+        starts = self._end.told.get("loaded")
+        if isinstance(starts, list):
+            places = self._request.prompt.places.items()
+            found = [chunk_id for chunk_id, (start, _) in places if start in starts]
+            self.lease.replica.loaded.note(self._request.tenant, found)
 
 
 def _prefer(told: int | None, guess: int) -> int:

@@ -36,6 +36,8 @@ class UpstreamCard:
     max_context: int | None = None  # tokens; None: it does not say
     fuses: bool = False  # takes kv_transfer_params and reuses chunk KV
     others: tuple[tuple[str, int | None], ...] = ()  # further models, with their max_context
+    # that keep chunk KV of prompts; none: it is not kept; None: it does not say
+    kv_tiers: tuple[str, ...] | None = None
 
     @property
     def models(self) -> dict[str, int | None]:
@@ -78,6 +80,7 @@ def read_card(
         contexts.pop(model),
         fuses,
         tuple(contexts.items()),
+        _kv_tiers(first) if kind is UpstreamKind.KVWEAVE else None,
     )
 
 
@@ -94,6 +97,11 @@ def _context(listed: Mapping[str, Any]) -> int | None:
     if most is None and isinstance(meta, Mapping):
         most = meta.get("n_ctx_train")
     return most if isinstance(most, int) else None
+
+
+def _kv_tiers(listed: Mapping[str, Any]) -> tuple[str, ...] | None:
+    tiers = listed.get("kv_tiers")
+    return tuple(map(str, tiers)) if isinstance(tiers, list) else None
 
 
 def _kind(owner: str) -> UpstreamKind:

@@ -24,6 +24,9 @@ DRAIN_S = 1.0  # for what stands behind the end of a stream
 _STALE = (ConnectionResetError, BrokenPipeError)
 
 
+ELSEWHERE = "X-Kvweave-Elsewhere"  # a server that is started again refuses such requests at once
+
+
 class UpstreamFailed(Exception):
     """An upstream did not answer; another one may. `status` is HTTP's, None without a reply."""
 
@@ -35,7 +38,10 @@ class UpstreamFailed(Exception):
 class Connections:
     """Connections to one upstream. Any thread."""
 
-    def __init__(self, url: str, *, connect_s: float, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, connect_s: float, api_key: str | None = None, is_only: bool = True
+    ) -> None:
+        """Unless it is the `is_only` one, a request that it cannot answer now is better refused."""
         self.url = base_url(url)
         parts = urlsplit(self.url)
         self._host = parts.hostname or ""
@@ -48,6 +54,8 @@ class Connections:
             "Content-Type": "application/json",
             "Accept-Encoding": "identity",
         }
+        if not is_only:
+            headers[ELSEWHERE] = "1"
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

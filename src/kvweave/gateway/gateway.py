@@ -13,6 +13,7 @@ from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions, Question
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
+from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpeningOptions, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.config import GatewaySettings
@@ -24,6 +25,7 @@ from kvweave.gateway.answer import RoutedAnswer
 from kvweave.gateway.bodies import UpstreamRequest
 from kvweave.gateway.cards import UpstreamCard
 from kvweave.gateway.fleet import Fleet
+from kvweave.gateway.kv_progress import peek_progress
 from kvweave.gateway.library import RoutedLibrary
 from kvweave.gateway.prompts import (
     PromptMaker,
@@ -137,6 +139,9 @@ class Gateway:
         fused = "chunk KV is reused there" if self.fleet.can_fuse() else "prefixes are reused there"
         also = f", {others} other model{'s' if others > 1 else ''} beside it" if others else ""
         return f"{num} upstream{'s' if num > 1 else ''}{also}, prompts go as {how}; {fused}"
+
+    def peek_kv(self, kb: KnowledgeBase, tenant: str) -> KVProgress:
+        return peek_progress(kb, self._upstreams, tenant)
 
     def metrics(self) -> Iterable[Metrics]:
         return ()

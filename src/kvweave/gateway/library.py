@@ -15,6 +15,7 @@ from kvweave.app.library.stored_kv import KV_FOLDER, Delete, KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import RequestError, TierError
 from kvweave.gateway.connections import UpstreamFailed, error_of
+from kvweave.gateway.kv_progress import peek_progress
 from kvweave.gateway.prompts import COMPLETIONS
 from kvweave.gateway.replica import Replica
 from kvweave.gateway.target import FleetAnswerers, Upstreams
@@ -30,7 +31,8 @@ class RoutedLibrary:
 
     def __init__(self, kb: KnowledgeBase, upstreams: Upstreams, settings: AnswerSettings) -> None:
         self._kb = kb
-        self._remotes = upstreams.remotes
+        self._upstreams = upstreams
+        self._tenant = settings.tenant
         self._engines = [EngineMemory(each, settings.tenant) for each in upstreams.fleet.replicas]
         self._retries = Retries(self._tell_engines)
         if KVPlaces(kb.folder / KV_FOLDER).is_owing(self._engines):  # since an earlier life
@@ -88,8 +90,8 @@ class RoutedLibrary:
             remove_documents(self._kb, ids, sync)
             return not sync.is_owing
 
-    def kv_progress(self) -> KVProgress | None:
-        return None
+    def kv_progress(self) -> KVProgress:
+        return peek_progress(self._kb, self._upstreams, self._tenant)
 
     def metrics(self) -> Iterable[Metrics]:
         return ()
@@ -106,7 +108,7 @@ class RoutedLibrary:
 
     def _sync(self) -> AbstractContextManager[KVSync]:
         owing = self._retries.start
-        return sync_without_model(self._kb, self._remotes, self._engines, owing)
+        return sync_without_model(self._kb, self._upstreams.remotes, self._engines, owing)
 
     def _tell_engines(self) -> bool:
         """Tell those what they could not be told before; whether none is left. On the thread of
@@ -140,6 +142,7 @@ class EngineMemory:
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete
     ) -> None:
         """No engine behind a gateway computes chunks behind others: `behind` is of no matter."""
+        self._replica.loaded.drop(self._tenant, gone)
         card = self._replica.card
         if card is None:
             raise TierError(self._replica.words)

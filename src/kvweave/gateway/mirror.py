@@ -5,15 +5,20 @@ it computes went through here, and its caches forget what was not used for longe
 keeps the same books with the same rule: paths of parts, as an exact prefix cache has them, and
 chunks by themselves, as a store of chunk KV has them. Each up to a number of tokens.
 
-A wrong entry costs a prefill at worst: nobody answers from these books.
+A wrong entry costs a prefill at worst: nobody answers from these books. Beside them is kept what a
+replica does say, with its answers: which stored chunks it has loaded.
 """
 
 import hashlib
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvweave.types import ChunkId
+
 MAX_VISITS = 256  # paths that a search for an order may look at
+MOST_LOADED = 100_000  # chunks that a replica said it has loaded
 
 
 class PromptPart(NamedTuple):
@@ -114,6 +119,34 @@ class Mirror:
     def num_tokens(self) -> int:
         """Tokens of all paths in the books."""
         return self._paths.num_tokens
+
+
+class LoadedChunks:
+    """Chunks whose KV a replica says it has loaded for answers, by tenant; those that were not for
+    longest go where there are too many. Any thread."""
+
+    def __init__(self, most: int = MOST_LOADED) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._found: OrderedDict[tuple[str, ChunkId], None] = OrderedDict()
+
+    def note(self, tenant: str, chunk_ids: Iterable[ChunkId]) -> None:
+        with self._lock:
+            for chunk_id in chunk_ids:
+                self._found[tenant, chunk_id] = None
+                self._found.move_to_end((tenant, chunk_id))
+            while len(self._found) > self._most:
+                self._found.popitem(last=False)
+
+    def drop(self, tenant: str, chunk_ids: Iterable[ChunkId]) -> None:
+        """They were deleted."""
+        with self._lock:
+            for chunk_id in chunk_ids:
+                self._found.pop((tenant, chunk_id), None)
+
+    def of(self, tenant: str) -> set[ChunkId]:
+        with self._lock:
+            return {chunk_id for owner, chunk_id in self._found if owner == tenant}
 
 
 class _Recent:

@@ -7,7 +7,7 @@ from kvweave.config import GatewaySettings
 from kvweave.errors import ConfigError
 from kvweave.gateway.cards import UpstreamCard
 from kvweave.gateway.connections import Connections, Exchange, base_url
-from kvweave.gateway.mirror import Mirror
+from kvweave.gateway.mirror import LoadedChunks, Mirror
 from kvweave.kv.tier_slot import Breaker
 
 
@@ -22,10 +22,13 @@ class ReplicaHealth(StrEnum):
 
 class Replica:
     """State of one upstream. The fleet's lock guards what changes, but connections and breaker,
-    which are safe by themselves."""
+    which are safe by themselves, as is what it loaded."""
 
     def __init__(self, url: str, cfg: GatewaySettings, api_key: str | None = None) -> None:
-        self.connections = Connections(url, connect_s=cfg.connect_s, api_key=api_key)
+        is_only = len(cfg.upstreams or ()) <= 1
+        self.connections = Connections(
+            url, connect_s=cfg.connect_s, api_key=api_key, is_only=is_only
+        )
         self.name = self.connections.url
         self.breaker = Breaker(
             f"requests to {self.name}",
@@ -34,6 +37,7 @@ class Replica:
             others="others get them",
         )
         self.mirror = Mirror(cfg.mirror_tokens)
+        self.loaded = LoadedChunks()
         self.card: UpstreamCard | None = None  # None: not seen yet, or not since it died
         self.models: dict[str, int | None] = {}  # as its last card had them, also while it is down
         self.health = ReplicaHealth.UNKNOWN

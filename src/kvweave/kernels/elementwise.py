@@ -21,11 +21,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -
         from kvweave.kernels.gpu import elementwise
 
         return elementwise.rms_norm(x, weight, eps, out)
-    if (
-        x.dim() == 2
-        and (library := find_compiled(x, weight, x if out is None else out)) is not None
-    ):
-        return in_c.rms_norm(library, x, weight, eps, out)
+    if (library := find_compiled(x, weight, x if out is None else out)) is not None:
+        if x.dim() == 2:
+            return in_c.rms_norm(library, x, weight, eps, out)
+        y = in_c.rms_norm(library, x.flatten(0, -2), weight, eps, None).view(x.shape)
+        return y if out is None else out.copy_(y)
     wide = x.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, nothing in between
     scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()  # [..., 1]

@@ -3,6 +3,9 @@
 Results can go into memory the caller already has: on a CPU, touching fresh pages for every large
 output costs about a third of the product itself (2-core x86-64, bench/prefill.py, 2026-11-15).
 
+Where compiled kernels are loaded they multiply float32 on a CPU: what a row gets is the same beside
+any others, to the last bit. The sums of a library depend on how many rows there are.
+
 Weights in 8 bits are in rounded.py; native/product.py multiplies them.
 
 Shapes: R rows, I input dims, O output dims.
@@ -14,6 +17,10 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kvweave.kernels.dispatch import find_compiled
+from kvweave.kernels.native import operators as in_c
+from kvweave.kernels.native.library import CompiledLibrary
 
 
 class Projection(Protocol):
@@ -36,6 +43,9 @@ class Linear:
     bias: Tensor | None = None  # [O]
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if (library := self._find_compiled(x, out)) is not None:
+            y = x.new_empty(len(x), len(self.weight)) if out is None else out
+            return in_c.multiply_floats(library, x, self.weight, self.bias, y, add=False)
         if out is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
@@ -43,6 +53,14 @@ class Linear:
         return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def add_to(self, h: Tensor, x: Tensor) -> None:
+        if (library := self._find_compiled(x, h)) is not None:
+            in_c.multiply_floats(library, x, self.weight, self.bias, h, add=True)
+            return
         h.addmm_(x, self.weight.t())
         if self.bias is not None:
             h.add_(self.bias)
+
+    def _find_compiled(self, x: Tensor, y: Tensor | None) -> CompiledLibrary | None:
+        """The compiled kernels, where they take this product."""
+        given = (x, self.weight) if y is None else (x, self.weight, y)
+        return find_compiled(*given) if self.weight.is_contiguous() else None

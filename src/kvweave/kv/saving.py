@@ -119,7 +119,7 @@ def _provenance(entry: TierEntry) -> Provenance | None:
 
 class Saver:
     """Makes room and writes. Thread-safe: takes the inventory's lock where it is not said to be
-    held. One writer thread per tier below the host.
+    held. Every tier below the host has writer threads of its own.
 
     What leaves host memory for a newcomer and is nowhere below is written down first, to the
     fastest local tier there is.
@@ -142,6 +142,7 @@ class Saver:
                 cfg.write_deadline_s,
                 partial(self._write_hangs, slot, cfg.write_deadline_s),
                 slot.pool.on_bug,
+                slot.tier.writes_at_once,
             )
             for slot in inventory.below
         }
@@ -216,8 +217,8 @@ class Saver:
             return False
         if is_host:
             self._send_off(leaving)
-        else:  # on the writer thread, the only one that writes there: no save can revive a victim
-            stuck = [v for v in victims if self._remover.delete_quietly(slot, v[0]) is None]
+        else:
+            stuck = [victim for victim in victims if not self._delete_victim(slot, victim[0])]
             if stuck:  # no room after all: what is still there stays on the books
                 with self._lock:
                     budget.settle(size_bytes, victims)
@@ -230,6 +231,17 @@ class Saver:
         with self._lock:
             budget.settle(size_bytes, victims)
         return True
+
+    def _delete_victim(self, slot: TierSlot, key: ChunkKey) -> bool:
+        """Delete an object that was evicted, unless another writer has saved it again meanwhile:
+        then its file is the new one. False: the tier failed. Waits for the key's turn; whoever has
+        that waits for no other, so that two writers never wait for each other."""
+        with self._inventory.turn_of(slot, key) as is_mine:
+            if not is_mine:
+                return False
+            with self._lock:
+                is_back = slot.budget is not None and key in slot.budget
+            return is_back or self._remover.delete_quietly(slot, key) is not None
 
     def _detach(self, keys: Sequence[ChunkKey]) -> list[tuple[ChunkKey, Memory]]:
         """Take victims out of the host tier; their bytes stay until `_send_off`. Lock is held."""
@@ -278,7 +290,7 @@ class Saver:
     # ---- lower tiers
 
     def _write(self, slot: TierSlot, packed: PackedChunk) -> bool:
-        """Write one object to a tier below the host. Runs on that tier's writer thread."""
+        """Write one object to a tier below the host. Runs on a writer thread of that tier."""
         with self._inventory.turn_of(slot, packed.key) as is_mine:
             if is_mine:
                 return self._write_in_turn(slot, packed)

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvweave.errors import TierError
-from kvweave.kv.format.keys import ChunkKey, ContextId, make_tag
+from kvweave.kv.format.keys import ChunkKey, ContextId, context_of, make_tag
 from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory, StoreEviction
 from kvweave.kv.loading import Loader
@@ -140,6 +140,32 @@ class KVStore:
         """
         return self._loader.start(lease, first_layers, frozenset(extras))
 
+    def warm(self, keys: Sequence[ChunkKey]) -> bool | None:
+        """Bring chunks from the tiers below to host memory, as far as it has room. Blocks on IO.
+
+        True: some were brought; False: none lies below; None: there is no room, or no host tier.
+        """
+        host = self.inventory.host
+        if host is None:
+            return None
+        found = zip(keys, self.peek(keys), strict=True)
+        below = [
+            (key, peek.size_bytes or 0)
+            for key, peek in found
+            if peek.residency is Residency.HERE and peek.tier != host.slot.name
+        ]
+        if not below:
+            return False
+        with self._lock:
+            if sum(size_bytes for _, size_bytes in below) > host.budget.free_bytes:
+                return None
+        with self.acquire([key for key, _ in below]) as lease:
+            transfer = self.load(lease)
+            num_layers = max((len(h.layers) for h in transfer.headers().values()), default=0)
+            for layer in range(num_layers):
+                transfer.wait_layer(layer)
+        return True
+
     # ---- writing
 
     def save(
@@ -193,13 +219,16 @@ class KVStore:
         """What the host tier has of some provenance. Looks at every object there."""
         return [key for key, of in self._saver.host_objects.provenances() if is_wanted(of)]
 
-    def forget(self, chunk_ids: Collection[str] | None) -> int:
+    def forget(
+        self, chunk_ids: Collection[str] | None, contexts: Collection[ContextId] | None = None
+    ) -> int:
         """Another process deleted the KV of these chunks, or is about to: remove what the host tier
         has, what this process has written below, and all that was computed behind them. Loads serve
         their leases, and nothing is kept of what those under way bring, nor of what later ones find
         where it was not deleted yet. Blocks on IO; returns as `delete` does.
 
-        None: it is not known which chunks. Then it is those that do not exist (`know_by`).
+        None: it is not known which chunks. Then it is those that do not exist (`know_by`). With
+        `contexts`, what was computed in others stays.
         """
         removed = self.inventory.removed
         with self._lock:
@@ -211,7 +240,8 @@ class KVStore:
             names = {name for _, of in found for name in (of.chunk, *of.behind)}
             chunk_ids = names.difference(removed.existing(names))
         is_wanted = carries(chunk_ids)
-        return self.delete(key for key, of in found if is_wanted(of))
+        wanted = [key for key, of in found if is_wanted(of)]
+        return self.delete(k for k in wanted if contexts is None or context_of(k) in contexts)
 
     def delete_chunks(self, chunk_ids: Collection[str]) -> list[ChunkKey]:
         """Remove chunks that are no more: delete their KV from every tier, whoever wrote it and for

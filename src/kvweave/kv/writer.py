@@ -1,6 +1,7 @@
-"""Write-behind: saving returns at once, a thread per tier writes, a byte bound keeps it honest."""
+"""Write-behind: saving returns at once, threads of a tier write, a byte bound keeps it honest."""
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -54,9 +55,10 @@ class _Pending(NamedTuple):
 
 
 class Writer:
-    """One thread that saves objects to one tier, in order. `write` does the work and says whether
-    the tier has the object; one that raises is a bug, and does not have it. If it takes longer than
-    `deadline_s` it hangs: until it returns nothing more is taken, `on_hang` hears of it once."""
+    """Threads that save objects to one tier, oldest first; those of one key one after the other.
+    `write` does the work and says whether the tier has the object; one that raises is a bug, and
+    does not have it. If it takes longer than `deadline_s` it hangs: until it returns nothing more
+    is taken, `on_hang` hears of it once."""
 
     def __init__(
         self,
@@ -66,21 +68,22 @@ class Writer:
         deadline_s: float = 60.0,
         on_hang: Callable[[], None] | None = None,
         on_bug: Callable[[], None] | None = None,
+        num_threads: int = 1,
     ) -> None:
-        """`on_bug` hears of a `write` that raised."""
+        """`on_bug` hears of a `write` that raised. `num_threads` write at the same time at most."""
         self._name = name
         self._on_bug = on_bug
         self._deadline_s = deadline_s
         self._on_hang = on_hang
-        self._began_s = 0.0  # when the write under way began
         self._said_so = False  # that it hangs
         self._max_pending_bytes = max_pending_bytes
         self._write = write
         self._changed = threading.Condition()
         self._queue: deque[_Pending] = deque()
         self._pending_bytes = 0  # queued and being written
-        self._thread: threading.Thread | None = None
-        self._writing: PackedChunk | None = None
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
+        self._writing: dict[ChunkKey, tuple[PackedChunk, float]] = {}  # and when that began
         self._closed = False
 
     @property
@@ -95,8 +98,8 @@ class Writer:
     def pending(self) -> list[PackedChunk]:
         """Objects that are queued or being written."""
         with self._changed:
-            queued = [each.packed for each in self._queue]
-            return queued if self._writing is None else [self._writing, *queued]
+            under_way = [packed for packed, _ in self._writing.values()]
+            return [*under_way, *(each.packed for each in self._queue)]
 
     def offer(self, packed: PackedChunk, ticket: SaveTicket, *, wait_s: float) -> bool:
         """Queue a write. False: the bound is reached and stayed so for `wait_s`, or a write hangs,
@@ -122,17 +125,17 @@ class Writer:
             ticket.expect()
             self._queue.append(_Pending(packed, ticket))
             self._pending_bytes += size
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"kv-{self._name}-writer", daemon=True
-                )
-                self._thread.start()
+            if len(self._threads) < min(self._num_threads, len(self._writing) + len(self._queue)):
+                name = f"kv-{self._name}-writer"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
             self._changed.notify_all()
         return True
 
     def hangs(self) -> bool:
-        """Whether the write under way has taken longer than it may."""
-        return self._writing is not None and time.monotonic() - self._began_s > self._deadline_s
+        """Whether a write under way has taken longer than it may."""
+        began_s = [began_s for _, began_s in list(self._writing.values())]
+        return time.monotonic() - min(began_s, default=math.inf) > self._deadline_s
 
     def _has_room(self, size_bytes: int) -> bool:
         fits = self._pending_bytes + size_bytes <= self._max_pending_bytes
@@ -141,16 +144,13 @@ class Writer:
     def forget(self, key: ChunkKey, wait_s: float = 5.0) -> None:
         """Drop queued writes of a key that is about to be deleted, and wait for one under way."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._writes(key), wait_s)
+            self._changed.wait_for(lambda: key not in self._writing, wait_s)
             dropped = [p for p in self._queue if p.packed.key == key]
             self._queue = deque(p for p in self._queue if p.packed.key != key)
             self._pending_bytes -= sum(p.packed.header.total_bytes for p in dropped)
             self._changed.notify_all()
         for pending in dropped:
             pending.ticket.answer(None)
-
-    def _writes(self, key: ChunkKey) -> bool:
-        return self._writing is not None and self._writing.key == key
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is pending. False: the tier is too slow for that."""
@@ -168,18 +168,27 @@ class Writer:
             self._changed.notify_all()
         for pending in left:
             pending.ticket.answer(None)
-        if self._thread is not None:
-            self._thread.join(max(0.1, min(1.0, timeout_s)))
+        give_up_s = time.monotonic() + max(0.1, min(1.0, timeout_s))
+        for thread in self._threads:
+            thread.join(max(0.0, give_up_s - time.monotonic()))
+
+    def _next(self) -> _Pending | None:
+        """Take the oldest write whose key no other thread is at. Lock is held."""
+        found = next((each for each in self._queue if each.packed.key not in self._writing), None)
+        if found is not None:
+            self._queue.remove(found)
+        return found
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
-                if not self._queue:
-                    return
-                pending = self._queue.popleft()
-                self._writing = pending.packed
-                self._began_s, self._said_so = time.monotonic(), False
+                while (pending := self._next()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                key = pending.packed.key
+                self._writing[key] = pending.packed, time.monotonic()
+                self._said_so = self._said_so and self.hangs()
             kept = False
             try:
                 kept = self._write(pending.packed)
@@ -190,7 +199,7 @@ class Writer:
             finally:
                 pending.ticket.answer(self._name if kept else None)
                 with self._changed:
-                    self._writing = None
+                    del self._writing[key]
                     self._pending_bytes -= pending.packed.header.total_bytes
                     self._changed.notify_all()
                 del pending  # free its memory before waiting for the next

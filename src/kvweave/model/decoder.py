@@ -24,6 +24,7 @@ from torch import Tensor
 from kvweave.kernels.dispatch import find_compiled
 from kvweave.kernels.elementwise import rms_norm, silu_mul
 from kvweave.kernels.host import on_device
+from kvweave.kernels.linear import Linear
 from kvweave.kernels.native.layers import CompiledLayers, LayerSizes
 from kvweave.kernels.native.loading import NativeKernels, kernels_so_far
 from kvweave.kernels.rope import Angles, make_angles, rotate
@@ -93,7 +94,8 @@ class Decoder:
         missing = "" if kernels is None or kernels.library is not None else f"; {kernels.words}"
         cost = self.weights.rounding
         held = str(self.dtype).removeprefix("torch.") if cost is None else "8 bits, for speed"
-        return f"weights in {held}{missing}"
+        random = "RANDOM weights, for load tests: answers mean nothing; " * self.weights.is_random
+        return f"{random}weights in {held}{missing}"
 
     @property
     def _kernels(self) -> NativeKernels | None:
@@ -179,7 +181,7 @@ class Decoder:
         kernels = self._layers(h)
         if kernels is None or not len(h):
             return layer
-        end = kernels.stretch(layer, len(h))
+        end = kernels.stretch(layer)
         if any(len(rows.wanted) < len(rows.token_ids) for rows in batch):
             end = min(end, self.spec.num_layers - 1)  # behind its keys only logits rows matter
         exits = [rows.early_exit.layer for rows in batch if rows.early_exit is not None]
@@ -231,7 +233,7 @@ class Decoder:
         heads = spec.num_heads + 2 * spec.num_kv_heads
         sizes = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         kernels = self._layers(h)
-        if kernels is not None and kernels.fits(layer, len(h)):
+        if kernels is not None and kernels.fits(layer):
             fused = h.new_empty(len(h), heads * spec.head_dim) if out is None else out
             kernels.begin(layer, h, fused)
             return QKV(*torch.split(fused.view(len(h), heads, spec.head_dim), sizes, dim=1))
@@ -250,7 +252,7 @@ class Decoder:
         self.on_layer()
         w, attended = self.weights.layers[layer], attended.flatten(1)
         kernels = self._layers(h)
-        if kernels is not None and kernels.fits(layer, len(h)):
+        if kernels is not None and kernels.fits(layer):
             kernels.end(layer, h, attended)
             return h
         w.out.add_to(h, attended)
@@ -280,7 +282,7 @@ class Decoder:
 
 def routed_mlp(x: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
     """Mix the chosen experts' outputs for rows x [R, E]."""
-    shares = F.linear(x, weights.router).softmax(dim=-1, dtype=torch.float32)  # [R, experts]
+    shares = Linear(weights.router)(x).softmax(dim=-1, dtype=torch.float32)  # [R, experts]
     share, chosen = shares.topk(spec.per_token, dim=-1)  # [R, per_token] each
     if spec.renormalise:
         share = share / share.sum(dim=-1, keepdim=True)
@@ -289,7 +291,6 @@ def routed_mlp(x: Tensor, weights: ExpertWeights, spec: ExpertSpec) -> Tensor:
         rows, slot = torch.where(chosen == expert)
         if len(rows) == 0:
             continue
-        gate, up = weights.gate_up[expert](x[rows]).chunk(2, dim=-1)  # [rows, I] each
-        y = weights.down[expert](F.silu(gate).mul_(up))
+        y = weights.down[expert](silu_mul(weights.gate_up[expert](x[rows])))
         out.index_add_(0, rows, y * share[rows, slot, None])
     return out.to(x.dtype)

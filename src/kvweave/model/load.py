@@ -54,6 +54,12 @@ def load_decoder(
     return Decoder(spec, load_weights(files, spec, DTYPES[dtype], place))
 
 
+def resolve_place(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
+    """Where a model computes and in which precision, as `load_decoder` reads the two."""
+    place = torch.device(_resolve_device(device))
+    return place, DTYPES[_resolve_dtype(dtype, place)]
+
+
 def _load_rounded(folder: Path, spec: ModelSpec, files: TensorFiles, quant: str) -> Weights | None:
     """Load the weights in 8 bits. None: they cannot be multiplied so here, or "auto" finds the
     price too high."""

@@ -64,6 +64,7 @@ class Weights:
     head: Projection  # [E] -> [V]
     fingerprint: str  # names the bytes; part of every chunk key
     rounding: RoundingCost | None = None  # None: as the checkpoint has them
+    is_random: bool = False  # drawn, for load tests: no checkpoint sets it
 
 
 class Rounder(Protocol):

@@ -111,7 +111,8 @@ class CostModel:
         compute_s = recompute_s
         if strategy.full_width_layers:
             compute_s += self.full_width_s(strategy, total)
-        probed_s, work_s = 0.0, compute_s
+        probed_s = profile.unpriced_s
+        work_s = compute_s + probed_s
         if strategy.probe_layers:
             share = strategy.probe_layers / profile.num_layers
             probe_s = share * profile.recompute.at(total, question)

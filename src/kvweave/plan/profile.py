@@ -30,6 +30,7 @@ FARTHEST = 4.0  # what took longer than so many times its price says nothing mor
 LONG_AGO = 20  # answers
 FOLLOW_GAIN = 0.2
 FOLLOW_WITHIN = 1.5  # prices as near as that to what they follow keep their own shape
+FORGET_UNPRICED = 0.02  # with every exact answer while no fused one comes: it is tried again
 FORGET = 0.002  # of the relation, in powers, with every exact answer while no fused one comes
 LEAST_RELATION = 0.5  # the same work: below that prefill is priced too dear
 LEAST_TOKENS = 128  # of a prompt whose price says what another kind of prefill would cost
@@ -41,7 +42,8 @@ class Grid:
     """Seconds over two measured axes; between points bilinear.
 
     Below the first point of an axis the first holds; beyond the last, `xs` is clamped and `ys`
-    goes on along its last slope, which is never taken as falling. At y = 0 there is nothing to do.
+    goes on along its last slope, which is never taken as less than half of what a row costs on the
+    average. At y = 0 there is nothing to do.
     """
 
     xs: tuple[int, ...]  # cached tokens, or all tokens of the prompt
@@ -160,7 +162,9 @@ class MachineProfile:
     stitch_s: float = 0.0  # decoding and turning one stored token, all layers; nothing hides it
     version: int = VERSION
     relation: float = 1.0  # what a row recomputed costs, over one prefilled behind as many tokens
+    unpriced_s: float = 0.0  # of a fused answer beside loading, rows and probe: the host's, mostly
     measured_s: float = 0.0  # Unix time; 0: not known
+    is_provisional: bool = False  # other programs used the machine meanwhile: to be measured again
     heard: Heard = field(default_factory=Heard)
 
     def prefill_s(self, cached: int, new: int) -> float:
@@ -172,6 +176,8 @@ class MachineProfile:
         heard, total = self.heard, cached + new
         self.prefill.observe(cached, new, seconds)
         heard.exact, heard.exact_ago, heard.fused_ago = heard.exact + 1, 0, heard.fused_ago + 1
+        if heard.fused_ago >= LONG_AGO:
+            self.unpriced_s *= 1 - FORGET_UNPRICED
         if heard.fused_ago >= LONG_AGO and total >= LEAST_TOKENS:
             self.relation **= 1 - FORGET
             self.recompute.scale(_towards(1 / self._apart(total, total // 5)))
@@ -192,12 +198,19 @@ class MachineProfile:
                 moved = self.relation * min(FARTHEST, max(1 / FARTHEST, error)) ** GAIN
                 self.relation = max(LEAST_RELATION, moved)
 
+    def saw_unpriced(self, seconds: float, work_s: float) -> None:
+        """A fused answer, alone, took so many seconds that no price holds, and `work_s` by its
+        prices: on a fast device what the host does counts, whatever the length of the prompt."""
+        most_s = FARTHEST * work_s  # more is a stall
+        self.unpriced_s += GAIN * (min(most_s, max(0.0, seconds)) - self.unpriced_s)
+
     def renew(self, measured: "MachineProfile") -> None:
         """Take the prices of computing from a new measurement. Links stay: they are measured when
         something lies there."""
         self.prefill, self.recompute = measured.prefill, measured.recompute
         self.stitch_s, self.relation = measured.stitch_s, measured.relation
-        self.measured_s = measured.measured_s
+        self.unpriced_s = measured.unpriced_s
+        self.measured_s, self.is_provisional = measured.measured_s, measured.is_provisional
         self.heard = Heard()
         for name, link in measured.links.items():
             self.links.setdefault(name, link).bytes_per_s = link.bytes_per_s
@@ -255,12 +268,14 @@ def profile_from(saved: Mapping[str, Any]) -> MachineProfile:
         stitch_s=float(saved.get("stitch_s", 0.0)),
         version=version,
         relation=float(saved.get("relation", 1.0)),
+        unpriced_s=float(saved.get("unpriced_s", 0.0)),
         measured_s=float(saved.get("measured_s", 0.0)),
+        is_provisional=bool(saved.get("is_provisional", False)),
         heard=Heard(**saved.get("heard", {})) if version == VERSION else Heard(),
     )
     grids = (profile.prefill, profile.recompute)
     times = [seconds for grid in grids for row in grid.seconds for seconds in row]
-    _check_numbers((*times, profile.stitch_s, profile.measured_s), "a time")
+    _check_numbers((*times, profile.stitch_s, profile.unpriced_s, profile.measured_s), "a time")
     speeds = [link.bytes_per_s for link in profile.links.values()]
     if not all(math.isfinite(number) and number > 0 for number in (*speeds, profile.relation)):
         raise ValueError("a speed, or the relation of recomputing to prefill, is not above 0")
@@ -314,5 +329,7 @@ def _bracket(axis: tuple[int, ...], value: int) -> tuple[int, int, float]:
 def _beyond(ys: tuple[int, ...], row: list[float], y: int) -> float:
     if len(ys) == 1:
         return row[0] * y / max(1, ys[0])
-    slope = max(0.0, (row[-1] - row[-2]) / (ys[-1] - ys[-2]))
+    # noise can make the last step flat or falling: then a thousand rows more would cost nothing,
+    # and nothing would be worth loading
+    slope = max(0.5 * row[-1] / ys[-1], (row[-1] - row[-2]) / (ys[-1] - ys[-2]))
     return row[-1] + slope * (y - ys[-1])

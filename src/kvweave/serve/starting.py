@@ -17,6 +17,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Self
 
@@ -31,14 +32,42 @@ GIVEN_UP = (
 LAST_WORDS_S = 0.5  # for replies under way, once the server takes over
 
 
-class StartAnswers(logging.Handler):
+class StageLog(logging.Handler):
+    """Inside the `with` every stage is a line on stderr, and `tell` hears of it."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+        self._lines: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        words, share = record.getMessage(), getattr(record, "share", None)
+        stage = words if share is None else f"{words}, {share:.0%}".replace("%", " %")
+        line = words if share is None else f"{words}, {int(share * 10) * 10} %"
+        if line not in self._lines:
+            self._lines.add(line)
+            print(f"kvweave: {line}", file=sys.stderr, flush=True)
+        self._tell(stage)
+
+    def __enter__(self) -> Self:
+        STAGES.addHandler(self)
+        STAGES.setLevel(logging.INFO)
+        STAGES.propagate = False  # a log need not say it again
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        STAGES.removeHandler(self)
+        STAGES.setLevel(logging.NOTSET)
+        STAGES.propagate = True
+
+
+class StartAnswers:
     """Inside the `with` every stage is a line on stderr; until `hand_over` replies name it, too."""
 
     def __init__(self, listener: socket.socket) -> None:
         """`listener` stays the caller's."""
-        super().__init__(logging.INFO)
         self._listener = listener
-        self._lines: set[str] = set()
+        self._log = StageLog(self._tell)
         kept = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
         self._child = subprocess.Popen(  # noqa: S603 - our own file, no shell
             [sys.executable, "-I", "-S", __file__, str(listener.fileno())],
@@ -50,13 +79,7 @@ class StartAnswers(logging.Handler):
             env=kept,  # no keys
         )
 
-    def emit(self, record: logging.LogRecord) -> None:
-        words, share = record.getMessage(), getattr(record, "share", None)
-        stage = words if share is None else f"{words}, {share:.0%}".replace("%", " %")
-        line = words if share is None else f"{words}, {int(share * 10) * 10} %"
-        if line not in self._lines:
-            self._lines.add(line)
-            print(f"kvweave: {line}", file=sys.stderr, flush=True)
+    def _tell(self, stage: str) -> None:
         assert self._child.stdin is not None, "it was started with a pipe"
         with suppress(OSError, ValueError):  # it is gone, or was ended
             self._child.stdin.write(stage.encode() + b"\n")
@@ -73,15 +96,11 @@ class StartAnswers(logging.Handler):
         return self._listener
 
     def __enter__(self) -> Self:
-        STAGES.addHandler(self)
-        STAGES.setLevel(logging.INFO)
-        STAGES.propagate = False  # a log need not say it again
+        self._log.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        STAGES.removeHandler(self)
-        STAGES.setLevel(logging.NOTSET)
-        STAGES.propagate = True
+        self._log.__exit__()
         self.hand_over()
 
 

@@ -2,25 +2,34 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import redis
 
 from kvweave import Weave
 from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.document_memory import DocumentMemoryConfig
+from kvweave.app.library.kv_maker import WantedKV
+from kvweave.app.library.library_kv import Retries
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
-from kvweave.config import LibrarySettings, QualitySettings
+from kvweave.config import LibrarySettings, QualitySettings, StoreSettings
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import RequestError
+from kvweave.errors import RequestError, TierError
+from kvweave.fuse.encode.chunk_encoder import Pace
+from kvweave.kv.provenance import carries
 from kvweave.model.decoder import Decoder
 from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import ChunkId
 from worlds.auto import GREEDY, QUESTION, TEXTS, World, model, weave, world
+from worlds.servers import refusing
 from worlds.serving import serving
 
 __all__ = ["model", "weave", "world"]
@@ -89,6 +98,88 @@ def test_documents_that_come_back_in_another_order_can_be_fused(plain: Weave) ->
     other = plain.ask("What?", documents=DOCUMENTS[1:3], **{**asked, "tenant": "b"})
     assert other.explain is not None
     assert {chunk.tier for chunk in other.explain.chunks} == {None}, "another's are unknown"
+
+
+def test_a_document_that_is_deleted_while_its_kv_is_made_leaves_none(
+    plain: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, deleted = WantedKV.encode, list[ChunkId]()
+
+    def encode_and_delete(wanted: WantedKV, pace: Pace) -> None:
+        encode(wanted, pace)
+        deleted.append(wanted.chunk.id)
+        plain.runtime.client.forget([wanted.chunk.id], ("a",))
+
+    monkeypatch.setattr(WantedKV, "encode", encode_and_delete)
+    asked: dict[str, Any] = {"sampling": GREEDY, "tenant": "a"}
+    plain.ask("What is it?", documents=DOCUMENTS[:3], **asked)
+    plain.ask("What is it?", documents=DOCUMENTS[2::-1], **asked)
+    memory = plain._target.documents
+    assert memory is not None
+    assert memory.promotion.wait(60)
+    assert deleted
+    assert memory.opened_store is not None
+    assert memory.opened_store.keys_at_hand(carries(deleted)) == []
+
+
+def test_tenants_forget_documents_for_themselves_alone_but_for_the_shared_copy(
+    model: Model, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    memory = DocumentMemoryConfig(store=StoreSettings(redis_url=redis_url))
+    settings = AnswerSettings(documents=memory)
+    with (
+        redis.Redis.from_url(redis_url) as valkey,
+        Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave,
+    ):
+        valkey.flushdb()
+        documents = weave._target.documents
+        assert documents is not None
+        for tenant in "ab":
+            for _ in range(2):
+                weave.ask("What?", documents=DOCUMENTS[:1], sampling=GREEDY, tenant=tenant)
+        assert documents.promotion.wait(60)
+        store = documents.opened_store
+        assert store is not None
+        assert store.flush()
+        assert valkey.dbsize() == 2, "one each"
+        ids = weave.build_prompt("What?", DOCUMENTS[:1]).chunks[0]
+        weave._target.forget_brought([make_chunk_id(ids)], "a")
+        assert valkey.dbsize() == 0
+        assert len(store.keys_at_hand(carries([make_chunk_id(ids)]))) == 1, "the other's"
+
+
+def test_what_a_shared_tier_was_not_rid_of_is_removed_by_itself(
+    model: Model, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    retries = partial(Retries, first_s=0.1)
+    monkeypatch.setattr("kvweave.app.library.document_memory.Retries", retries)
+    settings = AnswerSettings(
+        documents=DocumentMemoryConfig(store=StoreSettings(redis_url=redis_url))
+    )
+    with (
+        redis.Redis.from_url(redis_url) as valkey,
+        Weave(ModelRuntime(*model, "tiny"), settings=settings) as weave,
+    ):
+        valkey.flushdb()
+        documents = weave._target.documents
+        assert documents is not None
+        for _ in range(2):
+            weave.ask("What?", documents=DOCUMENTS[:1], sampling=GREEDY, tenant="a")
+        assert documents.promotion.wait(60)
+        store = documents.opened_store
+        assert store is not None
+        assert store.flush()
+        name = make_chunk_id(weave.build_prompt("What?", DOCUMENTS[:1]).chunks[0])
+        with refusing(valkey, "scan", "del", "unlink"):
+            for tenant in "ab":
+                with pytest.raises(TierError):
+                    weave._target.forget_brought([name], tenant)
+            assert valkey.dbsize() == 1
+            assert not store.inventory.removed.existing([name])
+        wait_until(lambda: valkey.dbsize() == 0, "nobody tried again")
+        wait_until(lambda: bool(store.inventory.removed.existing([name])), "still owed")
 
 
 def test_a_memory_that_is_off_keeps_nothing(model: Model) -> None:

@@ -1,13 +1,19 @@
 """A machine that never was measured is, when nothing is answered; no answer waits for long."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import torch
 
 from kvweave.app.auto.machine_profile import Measurement, find_machine
-from kvweave.app.auto.measurements import IdleMeasurement
+from kvweave.app.auto.measurements import IdleMeasurement, Measurements
+from kvweave.app.auto.other_work import BUSY_CORES, STAT, OtherWork
 from kvweave.app.library.library_kv import CODEC
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.plan.profile import MachineProfile
@@ -96,3 +102,60 @@ def test_a_measurement_in_pieces_prices_long_prompts_by_its_slices(owner: Owner)
     assert max(found.recompute.ys) <= 128
     assert found.prefill.ys[-1] >= 1024
     assert found.prefill.at(0, 1024) > found.prefill.at(0, 64)
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    """Another program that wants a core."""
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        loop.kill()
+        loop.wait()
+
+
+@pytest.mark.skipif(not STAT.exists(), reason="the system does not tell what others use")
+def test_other_programs_are_seen_and_own_work_is_not_theirs() -> None:
+    with busy_loop():
+        others = OtherWork()
+        time.sleep(1.0)
+        assert others.cores() > BUSY_CORES
+    others, began_s, began_own_s = OtherWork(), time.monotonic(), time.process_time()
+    matrix = torch.ones(512, 512)
+    while time.monotonic() - began_s < 1.0:  # on all cores
+        matrix = (matrix @ matrix).clamp(max=1.0)
+    own = (time.process_time() - began_own_s) / (time.monotonic() - began_s)
+    num_cores = os.cpu_count() or 1
+    assert others.cores() <= num_cores - own + 0.3, "what is left for other tests"
+
+
+def test_what_was_measured_beside_other_programs_is_measured_again_once_they_rest(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used_s = 0.0
+
+    def others_work() -> float:
+        nonlocal used_s
+        used_s += 1e3
+        return used_s
+
+    where = "kvweave.app.auto.other_work._used_by_others_s"
+    monkeypatch.setattr(where, others_work)
+    measured = Measurements(owner.runtime, CODEC)
+    measured.measure()
+    assert measured.machine.is_provisional
+    first_s = measured.machine.measured_s
+    measured.measure_when_idle()
+    time.sleep(0.3)
+    assert measured.machine.measured_s == first_s, "they still do"
+    monkeypatch.setattr(where, lambda: 0.0)
+    until_s = time.monotonic() + LONG_S
+    while measured.machine.is_provisional and time.monotonic() < until_s:
+        time.sleep(0.02)
+    assert not measured.machine.is_provisional
+    assert measured.machine.measured_s > first_s
+    kept = find_machine(owner.decoder)
+    assert kept is not None
+    assert not kept.is_provisional
+    measured.close()

@@ -15,7 +15,11 @@ from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.kv.format.codec import LayerKV
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.lookup import Peek, Residency
+from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.disk import DiskTier
 from kvweave.types import Chunk, ChunkId
 from worlds.made_kv import TEXTS, Model, chunks_of, model, opened
@@ -61,6 +65,42 @@ def test_every_chunk_gets_one_and_the_first_question_finds_its_first_chunk_exact
         (front,) = asked.explain.chunks
         assert (front.state, front.recomputed) == ("reused", 0)
         assert asked.text == exact.text
+
+
+def test_a_chunk_that_stood_in_front_is_copied_from_the_prompt_and_not_computed(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
+        weave.runtime.client.pace.share = 0.0
+        weave.ingest(*TEXTS)
+        library = weave.library
+        encoder, store = library.encoder, library.store
+        monkeypatch.setattr(encoder, "encode", lambda *_, **__: None)
+        monkeypatch.setattr(encoder, "encode_isolated", pytest.fail)
+        with weave.runtime.client.answers.one():  # so that nothing is computed meanwhile
+            weave.ask("How do I drain a node?", k=2, reuse="auto", sampling=GREEDY)
+            assert comes_true(lambda: bool(in_front(library)))
+        library.maker.close()
+        monkeypatch.undo()
+        (title,) = in_front(library)
+        chunk = chunks_of(library)[title]
+        key = encoder.exact_key(chunk.token_ids)
+        taken = read_layers(store, key, encoder)
+        store.delete([key])
+        encoder.encode_isolated([chunk])
+        assert store.flush()
+        for ours, theirs in zip(taken, read_layers(store, key, encoder), strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                step = 2 * b.abs().max() / 127  # of the codec
+                assert (a - b).abs().max() <= step
+
+
+def read_layers(store: KVStore, key: ChunkKey, encoder: ChunkEncoder) -> list[LayerKV]:
+    """All layers of one stored chunk."""
+    with store.acquire([key]) as lease:
+        transfer = store.load(lease)
+        num_layers = encoder.decoder.spec.num_layers
+        return [transfer.wait_layer(layer)[key].decode() for layer in range(num_layers)]
 
 
 def test_most_asked_first_and_only_once_all_chunks_have_kv(
@@ -142,7 +182,7 @@ def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
         assert not library.store.keys_at_hand(lambda of: of.chunk == newest.id)
 
 
-def test_while_answers_are_made_none_is_and_nobody_waits_for_one(
+def test_while_answers_are_made_only_what_questions_found_gets_one(
     tmp_path: Path, model: Model
 ) -> None:
     with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
@@ -161,6 +201,9 @@ def test_while_answers_are_made_none_is_and_nobody_waits_for_one(
             assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS))  # type: ignore[index]
             time.sleep(0.3)
             assert num_in_front(weave) == 0
+            library.maker.note_question([chunks_of(library)["Note 2"].id])
+            assert comes_true(lambda: num_in_front(weave) == 1)
+            assert in_front(library) == {"Note 2"}
             weave.ingest(("Late", make_text(24, seed=9)))  # goes on with its share of the time
             assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS) + 1)  # type: ignore[index]
         finally:
@@ -288,7 +331,7 @@ def fronts_of(num_chunks: int) -> tuple[Any, Any, list[Chunk]]:
 def test_the_most_asked_give_way_last_and_none_does_in_vain() -> None:
     fronts, encoder, _ = fronts_of(3)
     made = []
-    while (chunk := fronts.next({ChunkId("c1"): 9}.get, [ChunkId("c1")])) is not None:
+    while (chunk := fronts.next([ChunkId("c1")])) is not None:
         encoder.store.has.add(encoder.exact_key(chunk.token_ids))
         fronts.done(chunk)
         made.append(chunk.id)
@@ -314,7 +357,7 @@ def test_kv_that_became_isolated_is_no_front_copy() -> None:
 def test_where_no_tier_keeps_them_it_stops() -> None:
     fronts, _, _ = fronts_of(8)
     made = 0
-    while (chunk := fronts.next(lambda _: 0, [])) is not None:
+    while (chunk := fronts.next([])) is not None:
         fronts.done(chunk)
         made += 1
     assert made == MOST_LOST

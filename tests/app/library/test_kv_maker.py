@@ -21,7 +21,13 @@ from kvweave.app.library.library import Library
 from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.engine.background import ActiveAnswers, BackgroundPace, GaveUp
+from kvweave.engine.background import (
+    SLICE_S,
+    ActiveAnswers,
+    BackgroundPace,
+    BackgroundTurn,
+    GaveUp,
+)
 from kvweave.errors import TierError
 from kvweave.kv.format.keys import ChunkKey, ChunkTag
 from kvweave.kv.lookup import Residency
@@ -129,7 +135,7 @@ def test_what_comes_later_is_made_too_and_answers_are_fused_from_it(weave: Weave
 def test_without_front_copies_a_chunk_is_found_the_second_time_it_stands_in_front(
     weave: Weave, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FrontKV, "next", lambda *_: None)
+    monkeypatch.setattr(FrontKV, "next", lambda *_, **__: None)
     monkeypatch.setattr(FrontKV, "nothing_left", lambda _: True)
     library = weave.library
     library.start()
@@ -420,27 +426,51 @@ def test_a_model_without_room_for_a_chunk_behind_its_filler_says_so(
         assert "do not fit into the 512 positions" in state.why
 
 
+def share_taken(turn: BackgroundTurn, seconds: float) -> float:
+    """The share of the time that is had, by one who always wants a few milliseconds."""
+    began_s, had_s = time.monotonic(), 0.0
+    while time.monotonic() - began_s < seconds:
+        turn.wait()
+        time.sleep(0.01)
+        turn.record_hold(0.01)
+        had_s += 0.01
+    return had_s / (time.monotonic() - began_s)
+
+
 def test_beside_an_answer_it_keeps_to_its_share_and_in_idle_time_it_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvweave.engine.background.QUIET_S", 0.05)
     answers, ended = ActiveAnswers(), threading.Event()
-    pace = BackgroundPace(answers, share=0.2)
+    pace = BackgroundPace(answers, share=0.4)
     with pace.turn(ended) as turn:
         started_s = time.monotonic()
         for _ in range(50):
-            turn.wait()
+            assert turn.wait() == SLICE_S
             turn.record_hold(0.01)
         assert time.monotonic() - started_s < 0.2, "nobody is kept waiting"
-        with answers.one():
-            busy_s, had_s = time.monotonic(), 0.0
-            while time.monotonic() - busy_s < 1.0:
-                turn.wait()
-                time.sleep(0.01)
-                turn.record_hold(0.01)
-                had_s += 0.01
-            taken = had_s / (time.monotonic() - busy_s)
-        assert 0.02 < taken <= 0.2, "a busy server gets on with it, and no faster than it may"
+        with answers.one() as answer:
+            awaited = share_taken(turn, 1.0)
+            answer.begin_telling()
+            told = share_taken(turn, 1.0)
+    assert 0.02 < awaited <= 0.11, "people wait for a first token: a quarter of the share"
+    assert 0.2 < told <= 0.41, "a busy server gets on with it, and no faster than it may"
+
+
+def test_what_a_long_step_left_no_time_for_is_had_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvweave.engine.background.MOST_SAVED_S", 0.1)
+    answers, ended = ActiveAnswers(), threading.Event()
+    pace = BackgroundPace(answers, share=0.4)
+    with pace.turn(ended) as turn, answers.one() as answer:
+        time.sleep(0.5)  # a prompt is computed
+        answer.begin_telling()
+        seconds = turn.wait()
+        assert 0.04 < seconds <= 0.1, "0.4 / 4 of half a second, in one piece"
+        turn.record_hold(seconds)
+        time.sleep(1.0)
+        assert turn.wait() == pytest.approx(0.1), "a bound on what an answer waits for"
 
 
 def test_idle_only_work_waits_for_the_end_of_the_answer_and_gives_up_when_it_is_to_end() -> None:
@@ -474,7 +504,7 @@ def test_an_answer_waits_for_a_slice_and_not_for_a_chunk(
     weave: Weave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The longest time that the engine is had for is a layer's, whatever the chunk's length."""
-    monkeypatch.setattr("kvweave.fuse.encode.chunk_encoder.SLICE_S", 0.0)
+    monkeypatch.setattr("kvweave.engine.background.SLICE_S", 0.0)
     library, longest = weave.library, 0
     encoder, alone, layers = library.encoder, library.encoder.run_alone, 0
     qkv = encoder.decoder.qkv

@@ -98,8 +98,12 @@ def test_full_prefill_stores_nothing(weave: Weave) -> None:
     assert num_stored(weave) == 0
 
 
-def test_encoding_waits_while_an_answer_is_in_the_making(weave: Weave) -> None:
+def test_encoding_waits_while_an_answer_is_in_the_making(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert weave.library.promotion is not None
+    monkeypatch.setattr(weave.library.maker, "_read_exact", lambda *_: None)  # not in the tree
+    weave.runtime.client.pace.share = 0.0
     ask(weave, TEXTS[0])
     under_way = weave.stream("Is it so?", documents=["x"], sampling=GREEDY)
     pieces = iter(under_way)
@@ -120,7 +124,7 @@ def test_a_failure_beside_the_answers_is_logged_and_harms_nobody(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory left")
 
-    monkeypatch.setattr(weave.library.encoder, "encode_isolated", fail)
+    monkeypatch.setattr(weave.library.encoder, "take_exact", fail)
     for _ in range(2):
         ask(weave, TEXTS[0])
     assert "which requests brought, is not stored" in caplog.text
@@ -155,7 +159,7 @@ def test_a_chunk_needs_room_for_what_it_is_computed_behind_and_no_more(
             encoder = ChunkEncoder(
                 decoder, store, context, preparation, texts, neighbours_of=lambda _: None
             )
-            maker = KVMaker(BackgroundPace(ActiveAnswers()), lambda *_: False)
+            maker = KVMaker(BackgroundPace(ActiveAnswers()), lambda *_: False, lambda *_: None)
             seen = ChunkPromotion(max_context, 1, maker)
             seen.saw(encoder, [chunk])
             assert seen.wait(30)

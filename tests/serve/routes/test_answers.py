@@ -81,6 +81,11 @@ def test_a_fused_answer_is_told_token_by_token_and_layer_by_layer(filled: KbServ
     assert told["selection"]["selector"] == "weave"
     assert told["selection"]["ratio"] == 0.3
     assert told["selection"]["layers"]
+    # its times
+    times = explained["timeline_ms"]
+    parts_ms = [times[each] for each in ("waiting", "searching", "loading", "computing")]
+    assert min(parts_ms[1:]) > 0, times
+    assert sum(parts_ms) == pytest.approx(times["queue"] + times["first_token"], abs=0.01)
     # the time line
     lanes = {entry["lane"] for entry in told["timeline"]}
     assert {"queue", "search", "plan", "probe", "load", "recompute", "decode"} <= lanes

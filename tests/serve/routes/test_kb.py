@@ -207,6 +207,35 @@ def test_an_upload_does_not_wait_for_kv_which_appears_and_is_told_of(
     libraries.close()
 
 
+def test_prepare_makes_the_kv_that_is_missing_though_answers_are_in_the_making(
+    weave: Any, tmp_path: Path
+) -> None:
+    libraries = make_libraries(weave, tmp_path, BackgroundKV(share=0.0))
+    with serving(weave, libraries=libraries) as url, weave.runtime.client.answers.one():
+        for document in (DRAIN, QUOTA):
+            assert post(url, "own/documents", json=document).status_code == 200
+        where = f"{url}/v1/kb/own"
+        time.sleep(1.0)
+        told = httpx.get(where).json()["kv"]
+        assert (told["state"], told["chunks_done"], told["hurried"]) == ("making", 0, False)
+        begun = post(url, "own/prepare")
+        assert begun.status_code == 202, begun.text
+        assert begun.json()["name"] == "own"
+        deadline = time.monotonic() + 60
+        while told["state"] != "ready" or told["hurried"]:
+            assert time.monotonic() < deadline, told
+            told = httpx.get(where).json()["kv"]
+        assert told["chunks_done"] == 2
+        assert post(url, "none/prepare").status_code == 404
+    libraries.close()
+
+
+def test_prepare_says_what_to_do_where_no_kv_is_made_in_the_background(filled: KbServer) -> None:
+    refused = post(filled.url, "cluster/prepare")
+    assert refused.status_code == 400
+    assert "kvweave ingest --kv" in refused.json()["error"]["message"]
+
+
 def test_an_upload_beyond_the_limit_is_a_413_and_other_bodies_have_their_own(
     weave: Any, tmp_path: Path
 ) -> None:

@@ -164,15 +164,16 @@ def _timeline(answer: Answer, trace: AnswerTrace, queue_s: float) -> Iterator[Ti
         computing_s = line.submitted_s if line.admitted_s is None else line.admitted_s
         yield entry("wait for the engine", "queue", line.submitted_s, computing_s)
     record = answer.explain
+    beside = "" if line is None or not line.beside_s else f", {line.beside_s:.2f} s for others"
     if record is None or record.trace is None:
         computed = answer.prompt_tokens if record is None else record.counts["computed"]
-        detail = f"{computed} tokens computed"
+        detail = f"{computed} tokens computed{beside}"
         yield entry("prefill", "compute", computing_s, trace.first_s, detail)
     else:
         for name, lane, start_s, end_s, detail in _list_fused_steps(
             record, record.trace, trace.first_s
         ):
-            yield entry(name, lane, start_s, end_s, detail)
+            yield entry(name, lane, start_s, end_s, detail + beside * (name == "recompute"))
     made = f"{answer.completion_tokens} tokens"
     yield entry("first token", "decode", trace.first_s, trace.first_s)
     yield entry("decode", "decode", trace.first_s, trace.ended_s, made)

@@ -13,7 +13,9 @@ from kvweave.app.answer.guessing import SpeculationRecord
 from kvweave.app.answer.notes import (
     AnswerNotes,
     AnswerSource,
+    AnswerTimes,
     AnswerTrace,
+    AnswerWait,
     UpstreamNote,
     sources_of,
 )
@@ -72,6 +74,7 @@ class Answer:
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
     full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
+    times: AnswerTimes | None = None  # where its time went; None: an upstream knows
     nothing_found: bool = False  # no chunk was: the text says so, and no model was asked
     query: str | None = None  # what was searched for, where that is not the question itself
     tool_calls: tuple[ToolCall, ...] = ()  # that the model asks for
@@ -132,6 +135,10 @@ class PieceStream(ABC):
     def abort(self) -> None:
         """Stop the work, from any thread; the one that iterates sees the end. Never blocks."""
 
+    def current_wait(self) -> AnswerWait | None:
+        """What it waits for, from any thread; None: not known, or its first token is there."""
+        return None
+
     def when_closed(self, call: Callable[[], None]) -> None:
         """Have `call` called once this is closed: it needs something that stays until then."""
         self._on_close = call
@@ -156,6 +163,9 @@ class AnswerOver(PieceStream):
 
     def abort(self) -> None:
         self._inner.abort()
+
+    def current_wait(self) -> AnswerWait | None:
+        return self._inner.current_wait()
 
     def when_closed(self, call: Callable[[], None]) -> None:
         self._inner.when_closed(call)
@@ -182,9 +192,12 @@ class AnswerStream(PieceStream):
         prompt_tokens: int,
         called_s: float,
         notes: AnswerNotes | None = None,
+        current_wait: Callable[[], AnswerWait | None] = lambda: None,
     ) -> None:
-        """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too."""
-        self._notes = notes or AnswerNotes()
+        """`called_s` is when the caller asked, by time.perf_counter: retrieval counts too.
+        `current_wait` says what the first of `choices` waits for."""
+        self._notes = notes or AnswerNotes(called_s)
+        self._current_wait = current_wait
         self.prompt_tokens = prompt_tokens
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -196,6 +209,9 @@ class AnswerStream(PieceStream):
     def abort(self) -> None:
         self._aborted = True
         self._choices.close()
+
+    def current_wait(self) -> AnswerWait | None:
+        return None if self._made.first_s is not None else self._current_wait()
 
     def _make(self) -> Generator[Piece, None, None]:
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
@@ -274,6 +290,7 @@ class _Made:
             stopped_because=self.stopped_because,
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
+            times=AnswerTimes.split(notes, self.first_s or now, now),
             query=notes.query,
             watched=_read_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),

@@ -27,7 +27,6 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from kvweave.app.answer.question import Question
-from kvweave.app.library.kv_maker import IsGone
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.text.prompt import PastMessage
 from kvweave.types import ChunkId
@@ -37,6 +36,7 @@ MAX_TOKENS = 8_000_000  # of all chunks remembered, 4 bytes each
 
 ChunkIds = tuple[int, ...]
 Remember = Callable[[str, Sequence[ChunkIds], int], None]  # a question, its chunks, when found
+IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
 
 
 def never_gone(chunk_id: ChunkId, as_of: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvweave.app.answer.answer_stream import AnswerStream
 from kvweave.app.answer.guessing import GuessFigures, PrefillPace
-from kvweave.app.answer.notes import AnswerNotes
+from kvweave.app.answer.notes import AnswerNotes, AnswerWait
 from kvweave.app.answer.question import KVTransfer, PlainOptions, Question
 from kvweave.app.answer.router import Router
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
@@ -27,12 +27,14 @@ from kvweave.app.audit.audit_log import open_log
 from kvweave.app.audit.auditor import Auditor
 from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.requests import exact_request
+from kvweave.app.auto.self_calibration import SelfCalibration
 from kvweave.app.library.document_memory import DocumentMemory
 from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library import Library
 from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Choice, Sampling
+from kvweave.errors import EngineClosed
 from kvweave.plan.ordering import OrderPermission
 from kvweave.text.json_grammar import JsonGrammars
 from kvweave.text.prompt import Prompt, chat_prompt, lay_out, refuse_long, split_template
@@ -82,6 +84,7 @@ class TokenStream(Iterator[Choice]):
             raise StopIteration
         try:
             choice = next(ticket)
+            self._counted.begin_telling()
             listeners, self._listeners = self._listeners, ()
             for hear in listeners:
                 hear(ticket)
@@ -100,6 +103,20 @@ class TokenStream(Iterator[Choice]):
         if ticket is not None:
             ticket.cancel()
             self._counted.__exit__(None, None, None)
+
+    def current_wait(self) -> AnswerWait | None:
+        """What its first token waits for; None: for nothing any more. Any thread."""
+        ticket = self._ticket
+        if ticket is None or ticket.timeline.first_token_s is not None:
+            return None
+        if ticket.timeline.admitted_s is not None:
+            return AnswerWait("reading")
+        try:
+            others = self._client.engine.pending_prefills(ticket)
+        except EngineClosed:  # who waits for the token hears of it
+            return None
+        is_loading = not others and self._request.fused is not None
+        return AnswerWait("loading" if is_loading else "waiting", others)
 
     # ── as a guess ───────────────────────────────────────────────────────────
 
@@ -151,11 +168,16 @@ class EngineTarget:
         opens = partial(open_log, runtime, library)
         self.auditor = Auditor(runtime.client, settings.audit, opens, self._catch_up)
         self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
+        self.calibration: SelfCalibration | None = None
+        if library is not None and library.kv.worth.evidence.is_asked:
+            self.calibration = SelfCalibration(runtime, library, settings.system)
         is_cpu = runtime.decoder.device.type == "cpu"
         self.max_guesses = GUESSES_ON_CPU if is_cpu else GUESSES_ON_DEVICE
 
     def settle(self) -> None:
         """Begin nothing more."""
+        if self.calibration is not None:
+            self.calibration.close()
         self.auditor.close()
         self.measured.settle()
         if self.documents is not None:
@@ -271,12 +293,15 @@ class EngineTarget:
         named = self.router.open_named(question.reuse, question.ratio)
         tenant = drawn.tenant or self._settings.tenant
         prompt = replace(prompt, tenant=tenant, as_of=self._client.generation())
-        planned = self.router.plan(prompt, question, named, AnswerNotes(called_s))
-        return self._stream(replace(planned, request=self._constrain(planned.request)))
+        notes = AnswerNotes(called_s)
+        planned = self.router.plan(prompt, question, named, notes)
+        planned = replace(planned, request=self._constrain(planned.request))
+        return self._stream(planned.heard_by(partial(_note_ticket, notes, 0)))
 
     def forget_brought(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
         """Whoever brought these chunks with requests of a tenant has deleted them: no exact KV of
-        theirs is found any more, and none that is stored by itself. May wait for the engine."""
+        theirs is found any more, and none that is stored by itself. May wait for the engine. Raises
+        TierError where a tier that machines share may have kept some of it."""
         tenant = tenant or self._settings.tenant
         self._client.forget(chunk_ids, (tenant,))
         if self.documents is not None:
@@ -289,7 +314,8 @@ class EngineTarget:
         request, num_tokens = planned.request, len(planned.prompt.token_ids)
         tokens = tokens or TokenStream(self._client, request, planned.listeners)
         called_s, notes = planned.notes.called_s, planned.notes
-        return AnswerStream(tokens, self.tokenizer, request.sampling, num_tokens, called_s, notes)
+        how = self.tokenizer, request.sampling, num_tokens, called_s, notes
+        return AnswerStream(tokens, *how, current_wait=tokens.current_wait)
 
     def _catch_up(self) -> None:
         """Other processes may have removed documents."""

@@ -4,7 +4,7 @@ what was done for its prompt, on its way from those who prefill it to its answer
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvweave.app.answer.guessing import SpeculationLog, SpeculationRecord
 from kvweave.app.audit.audit_log import AuditNote
@@ -127,6 +127,44 @@ class AnswerEvent(NamedTuple):
     start_s: float
     end_s: float
     detail: str = ""
+
+
+class AnswerWait(NamedTuple):
+    """What an answer waits for that has no token yet."""
+
+    # others come first; its stored KV is on its way; its prompt is being computed
+    name: Literal["waiting", "loading", "reading"]
+    others: int = 0  # answers that come first
+
+
+class AnswerTimes(NamedTuple):
+    """Where the time of an answer went, in seconds. The parts do not overlap, and they add up to
+    the whole."""
+
+    waiting_s: float  # for others: their turns, and their rows in the steps of this one
+    searching_s: float  # for its chunks
+    loading_s: float  # its stored KV
+    computing_s: float
+    answering_s: float  # from the first token on
+
+    @classmethod
+    def split(cls, notes: "AnswerNotes", first_s: float, ended_s: float) -> "AnswerTimes":
+        """The times of an answer that was called at `notes.called_s`, whose first token came at
+        `first_s` and last at `ended_s`. What was computed beside the search counts as computing,
+        and what nothing else took as waiting."""
+        line, searching_s = notes.timeline, notes.retrieve_ms / 1e3
+        loading_s = computing_s = 0.0
+        if line is not None:
+            computing_s = max(0.0, line.computing_s - line.beside_s)
+            if notes.record is not None:  # of what its own steps took
+                loading_s = min(computing_s, notes.record.stages.load / 1e3)
+        left_s, parts = max(0.0, first_s - notes.called_s), []
+        wait_s = 0.0 if line is None else line.loading_s
+        for part_s in (computing_s - loading_s, loading_s + wait_s, searching_s):
+            parts.append(min(part_s, left_s))
+            left_s -= parts[-1]
+        computing_s, loading_s, searching_s = parts
+        return cls(left_s, searching_s, loading_s, computing_s, max(0.0, ended_s - first_s))
 
 
 def _unknown(_num_tokens: int) -> None:

@@ -123,6 +123,7 @@ class Router:
                 self._planners[key] = self._client.run_alone(lambda: self._open_planner(*key))
                 if len(self._planners) > MOST_PLANNERS:
                     self._planners.popitem(last=False)
+                self._measured.measure_when_idle()  # once more, if others were in the way
             self._planners.move_to_end(key)
             return self._planners[key]
 

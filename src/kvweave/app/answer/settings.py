@@ -11,7 +11,6 @@ from kvweave.app.answer.guessing import Paces
 from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.document_memory import DocumentMemoryConfig
-from kvweave.app.library.library_kv import CODEC
 from kvweave.calibrate.profiles import Profile
 from kvweave.config import WeaveConfig, given
 from kvweave.engine.sampling import Sampling
@@ -134,7 +133,7 @@ class AnswerSettings:
             speculation=SpeculationConfig(**given(config.speculation)),
             usual=QuestionDefaults.from_config(config),
             documents=DocumentMemoryConfig(
-                library.remembered_bytes, library.promotion, config.store.codec or CODEC
+                library.remembered_bytes, library.promotion, config.store
             ),
             audit=AuditConfig.from_config(config.quality),
         )

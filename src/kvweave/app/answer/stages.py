@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.conversations import ChunkIds, Talk
+from kvweave.app.answer.conversations import ChunkIds, IsGone, Talk
 from kvweave.app.answer.guessing import Generation, GuessFigures, PrefillPace, TopK
 from kvweave.app.answer.notes import AnswerEvent, AnswerNotes, RetrievedChunk
 from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import SamplingDefaults
-from kvweave.app.library.kv_maker import IsGone
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import PastMessage
 from kvweave.text.tokenizer import Tokenizer

@@ -14,15 +14,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvweave.app.audit.audit_log import AuditLog
-from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
-from kvweave.app.auto.facts import (
-    CalibratedGate,
-    StoredChunkPeek,
-    fusing_strategies,
-    strategy_info,
-)
+from kvweave.app.auto.facts import StoredChunkPeek, fusing_strategies, strategy_info
+from kvweave.app.auto.growing_gate import GrowingGate
 from kvweave.app.auto.lessons import Lessons, TierProbes
 from kvweave.app.auto.measurements import Measurements
+from kvweave.app.auto.permission import PermittedGate, permitted_strategies
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.calibrate.gate import Table
@@ -40,7 +36,7 @@ from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import CostModel
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths
-from kvweave.plan.plan import Decision, Plan, PlanRequest, PredictionCheck, SpanKind
+from kvweave.plan.plan import Decision, Gate, Plan, PlanRequest, PredictionCheck, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import link_name
 from kvweave.reasons import Reason
@@ -80,10 +76,11 @@ class AutoPlanner:
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the preamble of `kv`, which
         stays there from now on if documents are ingested behind it. Prices are those of `measured`,
-        moved by what answers take; the gate is calibration's, moved by what was `audited`."""
-        decoder, self._doubt = measured.decoder, measured.doubt
+        moved by what answers take; the gate is that of calibration and of the documents' own
+        evidence, moved by what was `audited`."""
+        decoder, doubt = measured.decoder, measured.doubt
         num_layers = decoder.spec.num_layers
-        profile = measured.profile if self._doubt is None else None
+        profile = measured.profile if doubt is None else None
         facts = ModelFacts(num_layers) if profile is None else profile.facts(num_layers)
         encoder = kv.encoder
         self._kv = kv
@@ -100,13 +97,18 @@ class AutoPlanner:
             tables = profile.tables(
                 decoder.calibrated_as.revision, encoder.encoding_context, preamble
             )
-        if not tables and self._doubt is None:
-            self._doubt = Reason.NO_PROFILE
-        if self._doubt is not None:
-            log.warning("%s", self._doubt)
-        self._gate = CalibratedGate(tables, preamble)
+        growing = GrowingGate(tables, kv.evidence, preamble, audited)
+        self._growing = growing
+        self._is_permitted = measured.is_permitted
+        if not tables and doubt is None and not self._is_permitted:
+            doubt = Reason.NO_PROFILE
+        self._doubt = doubt
+        if doubt is not None and not growing.is_growing:
+            log.warning("%s", doubt)
         self._strategies, unavailable = fusing_strategies(facts)
-        ladders = measured_ratios(tables)
+        gate: Gate = growing
+        if self._is_permitted:
+            gate, self._strategies = PermittedGate(), permitted_strategies(facts)
         tree = _tree(engine, kv, tenant)
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
@@ -116,7 +118,7 @@ class AutoPlanner:
             tree,
             CostModel(self.machine),
             self._peek,
-            gate=AuditedGate(self._gate, ladders, audited),
+            gate=gate,
             unavailable=unavailable,
             pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
@@ -173,10 +175,13 @@ class AutoPlanner:
         return self.plan(prompt, bound, order).prompt
 
     def hint(self, planned: PromptPlan) -> str | None:
-        """What the caller could do to have more reused; None: nothing."""
+        """What the caller should know: what to do to have more reused, or that no quality was
+        measured. None: nothing."""
         if planned.plan.strategy is not None:
+            return Reason.PERMITTED if self._is_permitted else None
+        if self._doubt is None or self._growing.speaks:
             return None
-        return self._doubt
+        return Reason.CALIBRATING if self._growing.is_growing else self._doubt
 
     def num_recorded(self) -> int:
         """Recordings that were tried so far."""

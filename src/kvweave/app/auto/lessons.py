@@ -173,11 +173,14 @@ class Lessons:
             return  # a close call: computed twice, so what it took is the price of neither
         timeline, load = ticket.timeline, plan.chosen.load
         took_s = timeline.loading_s + timeline.computing_s
+        undisturbed = num_recorded == self.num_recorded() and not timeline.preempted
+        if undisturbed and not timeline.shared:
+            self._note_unpriced(plan, strategy, record, took_s)
         self.move_prices(strategy, record, took_s, beside=timeline.shared)
         if load is None or not _came_as_planned(load.link, plan, record):
             return
         # and one that recorded something longer than the next one will
-        if num_recorded != self.num_recorded() or timeline.preempted:
+        if not undisturbed:
             return
         if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
             if record.way != JOINED:
@@ -186,6 +189,25 @@ class Lessons:
             took_s = load.work_s + max(0.0, record.stages.load / 1e3 - laid_s)
         beside = timeline.shared or timeline.loading_s > 0  # the latter: it got all of them first
         self._planner.learn_load(plan, took_s, beside=beside)
+
+    def _note_unpriced(
+        self, plan: Plan, strategy: Strategy, record: FuseRecord, took_s: float
+    ) -> None:
+        """Note what a fused answer took that is neither loading nor its rows, beyond its price."""
+        price_s, load, machine = plan.chosen.predicted_s, plan.chosen.load, self._machine
+        full_width = strategy.needs(self._num_layers).full_width_layers  # priced apart from rows
+        if price_s is None or full_width or not _num_placed(record):
+            return
+        stages, work_s = record.stages, price_s if load is None else load.work_s
+        rows_s = machine.recompute.at(len(record.token_ids), self._paid_rows(strategy, record))
+        beside_rows_s = took_s - (stages.load + stages.compute) / 1e3
+        priced_s = work_s - rows_s - machine.unpriced_s
+        machine.saw_unpriced(beside_rows_s - max(0.0, priced_s), work_s)
+
+    def _paid_rows(self, strategy: Strategy, record: FuseRecord) -> int:
+        """Rows of a fused answer; one that leaves early counts as the part that it is priced as."""
+        counts = record.counts
+        return counts["computed"] + round(strategy.depth(self._num_layers) * counts["recomputed"])
 
     def move_prices(
         self, strategy: Strategy, record: FuseRecord, actual_s: float, *, beside: bool = False
@@ -204,9 +226,7 @@ class Lessons:
         needs = strategy.needs(self._num_layers)
         if not needs.full_width_layers:  # there the pass has other rows in its first layers
             compute_s = record.stages.compute / 1e3
-            # one that leaves early counts as the part of a row that it is priced as
-            depth = strategy.depth(self._num_layers)
-            rows = counts["computed"] + round(depth * counts["recomputed"])
+            rows = self._paid_rows(strategy, record)
             total = len(record.token_ids)
             most_s = machine.recompute.at(total, rows) if beside else compute_s
             machine.saw_fused(total, rows, min(compute_s, most_s))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from kvweave import paths
+from kvweave.app.auto.other_work import BUSY_CORES, OtherWork
 from kvweave.app.library.library_kv import CODEC
 from kvweave.errors import ConfigError
 from kvweave.fuse.transfer.placement import packing_of
@@ -95,7 +96,8 @@ def new_machine(decoder: Decoder, codec: str, say: Say = say_on_stderr) -> Machi
     measurement.finish()
     profile = measurement.profile()
     save(profile, path)
-    say(f"measured in {time.perf_counter() - started_s:.1f} s: {path}")
+    busy = " beside other programs; again when they rest" if profile.is_provisional else ""
+    say(f"measured in {time.perf_counter() - started_s:.1f} s{busy}: {path}")
     return profile
 
 
@@ -146,6 +148,7 @@ class Measurement:
         )
         self._is_warm = False
         self._next = 0
+        self._others = OtherWork()
         self._beside: tuple[float, float] | None = None  # seconds to lay a token, host bytes/s
 
     def finish(self) -> None:
@@ -183,6 +186,7 @@ class Measurement:
             {HOST.value: TierLink(host_bytes_per_s)},
             stitch_s,
             measured_s=time.time(),
+            is_provisional=self._others.cores() > BUSY_CORES,
         )
 
     def _warm(self) -> None:

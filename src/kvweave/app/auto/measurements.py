@@ -14,6 +14,7 @@ from kvweave.app.auto.machine_profile import (
     profile_path,
     save,
 )
+from kvweave.app.auto.other_work import BUSY_CORES, OtherWork
 from kvweave.app.library.runtime import EngineClient, ModelRuntime
 from kvweave.calibrate.profiles import Profile, find_profile
 from kvweave.errors import ConfigError, EngineClosed
@@ -78,10 +79,17 @@ class Measurements:
             return self._given_profile
         return find_profile(self.decoder.calibrated_as.fingerprint, self._tokenizer.fingerprint)
 
+    @property
+    def is_permitted(self) -> bool:
+        """Whether the weights are random, so that no calibration is asked for."""
+        return self._given_profile is None and self.decoder.weights.is_random
+
     @cached_property
     def doubt(self) -> str | None:
         """Why there is no profile of the model that can be used, and the way out; None: there is
         one."""
+        if self.is_permitted:
+            return None
         try:
             return Reason.NO_PROFILE if self.profile is None else None
         except ConfigError as error:
@@ -126,13 +134,15 @@ class Measurements:
         return self._machine
 
     def measure_when_idle(self) -> None:
-        """Have a machine that never was measured measured, in idle time and in small pieces. Waits
-        for nothing."""
-        if self.is_measured:
+        """Have a machine that never was measured measured, in idle time and in small pieces, or one
+        that was while other programs used it, once they rest. Waits for nothing."""
+        machine = self._machine
+        if self.is_measured and (machine is None or not machine.is_provisional):
             return
         with self._starting:
             if self._idle is None:
-                self._idle = IdleMeasurement(self.decoder, self._codec, self._client, self._renew)
+                how = self.decoder, self._codec, self._client, self._renew
+                self._idle = IdleMeasurement(*how, waits_for_others=machine is not None)
 
     def _renew(self, measured: MachineProfile) -> None:
         with self.lock:
@@ -168,13 +178,17 @@ class IdleMeasurement:
         codec: str,
         client: EngineClient,
         found: Callable[[MachineProfile], None],
+        *,
+        waits_for_others: bool = False,
     ) -> None:
         """Begin to measure. `found` is called with the saved profile, on the thread that measures:
-        its owner takes the prices over under its own lock."""
+        its owner takes the prices over under its own lock. `waits_for_others`: no run begins while
+        other programs use the machine, and what they disturbed is measured once more."""
         self._decoder = decoder
         self._codec = codec
         self._client = client
         self._found = found
+        self._waits_for_others = waits_for_others
         self._closing = threading.Event()
         log.info("this machine is measured in idle time")
         self._thread = threading.Thread(target=self._work, name="idle-measurement")
@@ -192,10 +206,15 @@ class IdleMeasurement:
 
     def _work(self) -> None:
         try:
-            measurement = Measurement(self._decoder, self._codec, PIECE_S)
+            measurement = None
             while self._wait_until_idle():
+                if measurement is None:
+                    measurement = Measurement(self._decoder, self._codec, PIECE_S)
                 if not self._client.run_alone(measurement.step):
                     profile = measurement.profile()
+                    if profile.is_provisional and self._waits_for_others:
+                        measurement = None
+                        continue
                     save(profile, profile_path(self._decoder, self._codec))
                     self._found(profile)
                     return
@@ -209,8 +228,11 @@ class IdleMeasurement:
         while not self._closing.is_set() and threading.main_thread().is_alive():
             if not self._client.answers.wait_for_none(LOOK_S):
                 continue
+            others = OtherWork()
             if self._closing.wait(PAUSE_S):
                 break
+            if self._waits_for_others and others.cores() > BUSY_CORES:
+                continue
             if self._client.answers.wait_for_none(0.0):
                 return True
         return False

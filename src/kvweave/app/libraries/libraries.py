@@ -4,12 +4,13 @@ All methods may be called from any thread.
 """
 
 import logging
+import os
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +32,7 @@ from kvweave.app.libraries.library_folders import (
     is_library,
 )
 from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, OpenCounts
-from kvweave.app.library.kv_progress import KVProgress, progress_on_disk
+from kvweave.app.library.kv_progress import NEVER, KVProgress, KVState
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.config import ServerSettings
@@ -73,6 +74,7 @@ __all__ = [
     "IngestProgress",
     "IngestReport",
     "KVProgress",
+    "KVState",
     "Later",
     "Libraries",
     "LibrariesConfig",
@@ -90,6 +92,12 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+LEAST_HOST_BYTES = 8 << 30
+CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 stages = logging.getLogger("kvweave.stages")  # what a server does before it is ready
 
 T = TypeVar("T")
@@ -121,6 +129,17 @@ class LibraryStatus(NamedTuple):
     order: str | None = None  # of chunks, for questions that do not say it
 
 
+def usual_host_bytes() -> int:
+    """Host memory for chunk KV of a server: a quarter of what this machine, or the container it
+    runs in, has; LEAST_HOST_BYTES at least. One chunk of an 8B model takes tens of megabytes, and
+    from a disk it comes no faster than it is computed on a GPU."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # no container, or no limit ("max")
+            whole = min(whole, int(limit.read_text()))
+    return max(LEAST_HOST_BYTES, whole // 4)
+
+
 @dataclass(frozen=True, slots=True)
 class LibrariesConfig:
     """Where knowledge bases are and how new ones are made."""
@@ -137,7 +156,8 @@ class LibrariesConfig:
     open_most: int = (
         ServerSettings().open_kbs
     )  # at a time; the one that was not used for longest makes way
-    host_bytes: int = 8 << 30  # for the host tiers of all that are open, an equal part for each
+    # for the host tiers of all that are open, an equal part for each
+    host_bytes: int = field(default_factory=usual_host_bytes)
     wait_s: float = 10.0  # for one to make way, where all that are open are in use
 
     def __post_init__(self) -> None:
@@ -373,7 +393,7 @@ class Libraries:
             return kb.totals()
 
     def kv_progress(self, tenant: str, name: str) -> KVProgress:
-        """How far its chunk KV is; it is not opened for it, and looked at on its disk unless it is
+        """How far its chunk KV is; it is not opened for it, and looked at from outside unless it is
         open and makes KV."""
         place = LibraryKey(tenant, check_name(name))
         with self._open_cache.all_open() as weaves:
@@ -382,10 +402,22 @@ class Libraries:
         if made is not None and made.state not in ("unused", "failed"):
             return made
         with KnowledgeBase.open(self.folders.get(place)) as kb:
-            found = progress_on_disk(kb)
+            found = self._weave.peek_kv(kb, tenant)
+        if made is None and found.state == "off" and self._weave.engines:
+            is_never = self.config.kv.background is None
+            return found._replace(why=NEVER) if is_never else found
         if made is None or found.state in ("ready", "making"):
             return found
-        return found._replace(state=made.state, why=made.why)
+        return found._replace(state=made.state, why=made.why, calibration=made.calibration)
+
+    def hurry_kv(self, tenant: str, name: str) -> None:
+        """Have the chunk KV that a knowledge base lacks made now, beside answers, until nothing is
+        left. Raises RequestError where none is made."""
+        with self.use(tenant, name) as weave:
+            if not weave.engines:
+                raise RequestError("chunk KV is made by the servers behind this gateway; ask those")
+            for engine in weave.engines:
+                engine.library.hurry_kv()
 
     def catch_up(self, tenant: str, name: str) -> None:
         """Hear of what other processes have removed from it; it is opened for that."""

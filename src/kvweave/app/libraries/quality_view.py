@@ -68,7 +68,9 @@ def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
     audited, moves = tuple(found.list_cells()), tuple(found.moves())
     try:
         tables = _tables(weave, over_library)
-        doubt: str | None = None if tables else Reason.NO_PROFILE
+        is_random = weave.runtime.decoder.weights.is_random
+        missing = Reason.PERMITTED if is_random else Reason.NO_PROFILE
+        doubt: str | None = None if tables else missing
     except ConfigError as error:  # a damaged profile
         tables, doubt = (), str(error)
     gate: tuple[GateLine, ...] = ()
@@ -89,12 +91,14 @@ def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
 
 def _tables(weave: LocalModel, over_library: bool) -> tuple[Table, ...]:
     profile, revision = weave.profile, weave.runtime.decoder.calibrated_as.revision
+    own = weave.library.kv.worth.evidence.tables() if over_library else ()
     if profile is None:
-        return ()
+        return own
     if not over_library:
         return tuple(table for table in profile.calibration if table.revision == revision)
     encoder = weave.library.encoder
-    return profile.tables(revision, encoder.encoding_context, digest_ids(encoder.preamble_ids))
+    preamble = digest_ids(encoder.preamble_ids)
+    return (*profile.tables(revision, encoder.encoding_context, preamble), *own)
 
 
 def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]) -> GateLine:

@@ -10,13 +10,16 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 
+from kvweave.app.library.chunk_demand import DEMAND_FILE
 from kvweave.app.library.front_kv import FrontKV
 from kvweave.app.library.kv_progress import KVProgress, KVState
 from kvweave.app.library.library_kv import BackgroundKV, LibraryKV
 from kvweave.app.library.neighbours import NeighbourKeeper
-from kvweave.app.library.stored_kv import StoredKV
+from kvweave.app.library.stored_kv import KV_FOLDER, StoredKV
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
@@ -42,14 +45,16 @@ class CorpusKV:
         self._kv = kv
         self._most_bytes = options.most_bytes
         self._bound = options.bound
-        self._num_chunks = options.num_chunks
         self.fronts = FrontKV(kb, kv.encoder, self._front_room)
         self._is_unused = False  # what would be made
+        self._judged: tuple[int, bool] | None = None  # the evidence by which that was judged
+        self._cold: deque[ChunkId] = deque()  # that `warm_next` has not looked at, hottest first
         self._lock = threading.Lock()  # guards the rest
         self._generation = -1  # of the catalogue, as it was looked at
         self._last = 0  # the highest vector id that was
         self._sizes: dict[ChunkId, int] = {}  # of those with KV
         self._missing: dict[ChunkId, int] = {}  # tokens of those without, oldest first
+        self._computed: dict[ChunkId, int] = {}  # bytes of those on their way to a tier
         self._left: set[ChunkId] = set()  # of those without, what could not be made
         self._unkept: set[ChunkId] = set()  # of those left, what was made and no tier took
         self._retry_s = 0.0  # when those are tried again
@@ -63,6 +68,11 @@ class CorpusKV:
     @property
     def encoder(self) -> ChunkEncoder:
         return self._kv.encoder
+
+    @property
+    def demand_path(self) -> Path:
+        """Where it is kept which chunks questions find."""
+        return self._kb.folder / KV_FOLDER / DEMAND_FILE
 
     def progress(self) -> KVProgress:
         total = self._kb.catalogue.num_chunks()  # some may have come since the last look
@@ -103,13 +113,8 @@ class CorpusKV:
         have left of chunks that went meanwhile."""
         try:
             self._sweep()
-            why = None
-            if self._bound is not None:
-                why = self._kv.why_unused(self._bound, self._num_chunks)
-            if why is not None:
-                log.info("%s: no chunk KV is made in the background: %s", self._kb.folder, why)
-                with self._lock:
-                    self._why, self._is_unused = why, True
+            self._judge_use()
+            if self._is_unused:
                 return False
             self._kv.prepare_to_encode()
         except (KVWeaveError, sqlite3.Error, OSError) as error:
@@ -127,6 +132,20 @@ class CorpusKV:
     def is_unused(self) -> bool:
         return self._is_unused
 
+    def _judge_use(self) -> None:
+        """Look whether what would be made is used; once it is not, that is for good. Again after
+        every table that the documents themselves gave."""
+        evidence = self._kv.worth.evidence
+        judged = evidence.look, evidence.is_asked
+        if self._bound is None or self._judged == judged:
+            return
+        self._judged = judged
+        why = self._kv.worth.why_unused(self._bound)
+        if why is not None:
+            log.info("%s: no chunk KV is made in the background: %s", self._kb.folder, why)
+            with self._lock:
+                self._why, self._is_unused = why, True
+
     def _sweep(self) -> None:
         """A maker looks whether a chunk is still there after its KV is written, and deletes the KV
         if not. One that was killed in between is made good here. (What it may have sent to a shared
@@ -143,6 +162,7 @@ class CorpusKV:
 
     def look(self) -> None:
         """Take in what came and went. Quick if nothing did."""
+        self._judge_use()
         catalogue = self._kb.catalogue
         generation = catalogue.generation()
         if generation == self._generation:
@@ -193,17 +213,16 @@ class CorpusKV:
                     there.append(chunk)
         self.fronts.add(there)
 
-    def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
+    def next(self, asked: Sequence[ChunkId]) -> Chunk | None:
         """The chunk whose KV should be made next, None if there is none or no room for it.
-        `num_asked`: how many questions found each of the chunks `asked`."""
+        `asked`: chunks that questions found, most often first."""
         may_give_way = True
-        while True:
+        while not self._is_unused:
             with self._lock:
-                wanted = [c for c in asked if c in self._missing and c not in self._left]
-                chunk_id = max(wanted, key=num_asked, default=None)
-                if chunk_id is None:
-                    newest = (c for c in reversed(self._missing) if c not in self._left)
-                    chunk_id = next(newest, None)
+                wanted = (c for c in asked if c in self._missing)
+                newest = reversed(self._missing)
+                passed = self._left | self._computed.keys()
+                chunk_id = next((c for c in chain(wanted, newest) if c not in passed), None)
                 if chunk_id is None:
                     return None
                 num_tokens = self._missing[chunk_id]
@@ -220,6 +239,7 @@ class CorpusKV:
                 return chunk
             with self._lock:  # it went since the last look
                 self._missing.pop(chunk_id, None)
+        return None
 
     def _missing_bytes(self, num_tokens: int) -> int:
         """By how much the KV of a chunk is too large for the room there is; at most 0 if it
@@ -227,6 +247,8 @@ class CorpusKV:
         size = self._kv.encoder.plain_bytes(num_tokens)
         if self._is_behind_neighbours:
             size *= 2  # with what it brings where it is a neighbour
+        with self._lock:
+            size += sum(self._computed.values())
         rooms = [self._kv.store.room_bytes(), self._own_room()]
         return max((size - room for room in rooms if room is not None), default=0)
 
@@ -247,6 +269,36 @@ class CorpusKV:
             kept_free = sum(self._sizes.values())
         rooms = [self._kv.store.room_bytes(), self._own_room()]
         return min((room - kept_free for room in rooms if room is not None), default=None)
+
+    def has_chunk(self, chunk_id: ChunkId) -> bool:
+        """Whether a chunk was there at the last look."""
+        with self._lock:
+            return chunk_id in self._sizes or chunk_id in self._missing
+
+    def plan_warming(self, asked: Sequence[ChunkId]) -> None:
+        """Note what should come to host memory while nothing else is to be done: `asked` first."""
+        self._cold = deque(dict.fromkeys([*asked, *self._kb.catalogue.chunk_ids()]))
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether something is left for `warm_next`."""
+        return bool(self._cold)
+
+    def warm_next(self) -> bool:
+        """Bring the next chunk's KV to host memory, unless it is there. False: all that fits is."""
+        while self._cold:
+            chunk_id = self._cold.popleft()
+            chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
+            if chunk is None:
+                continue
+            encoder, ids = self._kv.encoder, chunk.token_ids
+            keys = dict.fromkeys((encoder.key(ids), encoder.exact_key(ids)))
+            warmed = self._kv.store.warm(list(keys))
+            if warmed is None:
+                self._cold.clear()
+            elif warmed:
+                return True
+        return False
 
     def make(self, chunk: Chunk, pace: Pace) -> None:
         """Compute and save a chunk's KV, behind its encoding context. Raises what the device does
@@ -270,11 +322,18 @@ class CorpusKV:
         """Whether a chunk is no more. Asked when its KV lies where a removal would find it."""
         return not self._kb.catalogue.existing([chunk.id])
 
+    def note_computed(self, chunk: Chunk) -> None:
+        """Note that a chunk's KV was computed; it is not chosen again before it is known to be
+        kept."""
+        with self._lock:
+            self._computed[chunk.id] = self._kv.encoder.plain_bytes(len(chunk.token_ids))
+
     def note_made(self, chunk: Chunk) -> None:
         """Note what became of a chunk's KV that was computed, and whose writes are done."""
         encoder = self._kv.encoder
         (peek,) = self._kv.store.peek([encoder.key(chunk.token_ids)])
         with self._lock:
+            self._computed.pop(chunk.id, None)
             tokens = self._missing.pop(chunk.id, len(chunk.token_ids))
             self._pieces.append((time.monotonic(), tokens))
             if peek.residency is Residency.ABSENT:
@@ -294,6 +353,7 @@ class CorpusKV:
     def leave_out(self, chunk: Chunk, error: Exception) -> None:
         """Leave a chunk out until documents change: its KV could not be computed."""
         with self._lock:
+            self._computed.pop(chunk.id, None)
             self._leave(chunk.id, reason_of(error))
 
     def forget(self, chunk: Chunk) -> None:
@@ -301,8 +361,8 @@ class CorpusKV:
         encoder, ids = self._kv.encoder, chunk.token_ids
         self._kv.store.delete([encoder.key(ids), encoder.exact_key(ids)])
         with self._lock:
-            self._missing.pop(chunk.id, None)
-            self._sizes.pop(chunk.id, None)
+            for known in (self._missing, self._sizes, self._computed):
+                known.pop(chunk.id, None)
         self.fronts.forget(chunk.id)
 
     def _leave(self, chunk_id: ChunkId, why: str) -> None:

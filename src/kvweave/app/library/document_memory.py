@@ -1,26 +1,35 @@
-"""Documents that come with requests and belong to no knowledge base, remembered while the process
-lives: the second time a document comes its KV is stored by itself, and from then on it is found in
-any order and company. Each tenant has its own.
+"""Documents that come with requests and belong to no knowledge base of this process: the second
+time one comes its KV is stored by itself, and from then on it is found in any order and company.
+Each tenant has its own.
+
+It is kept in host memory while the process lives, and in the tiers that machines share: so replicas
+behind a gateway find what one of them has made.
 """
 
+import logging
 import threading
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvweave.app.library.kv_behind import ChunkPromotion, KVBehind, KVByPreamble, PreambleKey
 from kvweave.app.library.kv_maker import KVMaker
-from kvweave.app.library.library_kv import CODEC, KVOptions, key_context
+from kvweave.app.library.library_kv import KVOptions, Retries, key_context
+from kvweave.app.library.owed_removals import OwedRemovals
 from kvweave.app.library.runtime import ModelRuntime
+from kvweave.app.library.store_tiers import remote_tiers
+from kvweave.app.library.stored_kv import TierTarget
 from kvweave.config import StoreSettings
+from kvweave.errors import TierError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation, Texts
-from kvweave.kv.format.keys import ContextId, context_of
-from kvweave.kv.provenance import carries
+from kvweave.kv.format.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import GIB, HostTierConfig, StoreConfig
 from kvweave.plan.ordering import PROMOTION
 from kvweave.text.prompt import SYSTEM, split_template
 from kvweave.types import ChunkId
+
+log = logging.getLogger(__name__)
 
 MOST_CONTEXTS = 4096  # of a tenant, whose chunk KV a deletion finds: two for each preamble
 
@@ -31,7 +40,12 @@ class DocumentMemoryConfig:
 
     capacity_bytes: int = GIB  # of host memory, taken as it fills; 0: nothing is remembered
     promotion: int = PROMOTION  # requests that bring a document before its KV is stored; 0: never
-    codec: str = CODEC  # how it is written
+    # how it is written, and the tiers that machines share; no disk is used
+    store: StoreSettings = field(default_factory=StoreSettings)
+
+    @property
+    def codec(self) -> str:
+        return KVOptions(store=self.store).codec
 
     @property
     def is_on(self) -> bool:
@@ -45,38 +59,85 @@ class DocumentMemory:
     def __init__(self, runtime: ModelRuntime, cfg: DocumentMemoryConfig) -> None:
         self._runtime = runtime
         self._cfg = cfg
-        self._options = KVOptions(store=StoreSettings(codec=cfg.codec))
         self._lock = threading.Lock()
         self._encoder: ChunkEncoder | None = None  # with the store, made on first use
         self._by_preamble = KVByPreamble(self._make)
         self._contexts: dict[str, dict[ContextId, None]] = {}  # by tenant; guarded by the lock
-        self.maker = KVMaker(runtime.client.pace, _never_deleted)
+        self._owed = OwedRemovals()
+        self._retries = Retries(self._tell_remotes)
+        client = runtime.client
+        self.maker = KVMaker(client.pace, client.is_gone, client.read_exact)
         self.promotion = ChunkPromotion(runtime.max_context, cfg.promotion, self.maker)
 
     def behind(self, key: PreambleKey) -> KVBehind:
         """What is remembered of a tenant's documents behind a preamble."""
         return self._by_preamble.get(key)
 
-    def forget(self, chunk_ids: Collection[ChunkId], tenant: str) -> int:
-        """A tenant's documents are no more: delete their KV; returns how many there were. Others
-        who brought the same keep theirs."""
-        with self._lock:
-            encoder, own = self._encoder, set(self._contexts.get(tenant, ()))
-        if encoder is None:
-            return 0
-        found = encoder.store.keys_at_hand(carries(chunk_ids))
-        return encoder.store.delete([key for key in found if context_of(key) in own])
+    def forget(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
+        """Delete the KV of a tenant's documents that are no more. Others who brought the same keep
+        theirs, but for the copy in tiers that machines share, which goes whoever wrote it. Raises
+        TierError where such a tier may have kept some of it: it is told again, for as long as this
+        process lives. Calling again is harmless. Blocks on IO."""
+        if self.opened_store is None and not remote_tiers(self._cfg.store):
+            return
+        store = self._first_encoder().store
+        self._owed.add(chunk_ids, tenant)
+        store.forget(chunk_ids, self._own_contexts(tenant))
+        self._remove_from_remotes(chunk_ids, tenant)
 
-    def num_pinned(self) -> int:
-        """Chunk KV that some lease holds."""
+    def _remove_from_remotes(self, chunk_ids: Collection[ChunkId], tenant: str) -> None:
+        """Have shared tiers remove chunks. Raises TierError, behind all of them, for the first that
+        did not."""
+        store, own = self._first_encoder().store, self._own_contexts(tenant)
+
+        def delete(keys: Collection[ChunkKey]) -> None:
+            store.delete([key for key in keys if context_of(key) in own])
+
+        failures = []
+        for tier in store.remotes():
+            try:
+                TierTarget(tier).remove(chunk_ids, (), delete)
+            except TierError as error:
+                failures.append(error)
+        if failures:
+            self._owed.add(chunk_ids, tenant)  # another may have struck them just now
+            self._retries.start()
+            raise failures[0]
+        self._owed.strike(chunk_ids, tenant)
+
+    def _tell_remotes(self) -> bool:
+        """Tell shared tiers what they could not be told before; whether none is left. On the thread
+        of the retries."""
+        is_done = True
+        for tenant, chunk_ids in self._owed.by_tenant().items():
+            try:
+                self._remove_from_remotes(chunk_ids, tenant)
+            except TierError as error:
+                is_done = False
+                log.warning("chunk KV of %d deleted chunks may be left: %s", len(chunk_ids), error)
+        return is_done
+
+    def _own_contexts(self, tenant: str) -> frozenset[ContextId]:
         with self._lock:
-            return 0 if self._encoder is None else self._encoder.store.num_pinned()
+            return frozenset(self._contexts.get(tenant, ()))
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names of the tiers that it lies in, the fastest first."""
+        return (HostTierConfig.kind, *(cfg.kind for cfg in remote_tiers(self._cfg.store)))
+
+    @property
+    def opened_store(self) -> KVStore | None:
+        """Where it lies; None: nothing was ever to be stored."""
+        with self._lock:
+            return None if self._encoder is None else self._encoder.store
 
     def settle(self) -> None:
         """Store no more."""
         self.maker.close()
 
     def close(self) -> None:
+        self._retries.close()
         with self._lock:
             encoder, self._encoder = self._encoder, None
         if encoder is not None:
@@ -95,12 +156,17 @@ class DocumentMemory:
         with self._lock:
             if self._encoder is None:
                 decoder, tokenizer = self._runtime.decoder, self._runtime.tokenizer
-                preparation = Preparation.parse()
+                preparation, settings = Preparation.parse(), self._cfg.store
                 host = HostTierConfig(capacity_bytes=self._cfg.capacity_bytes)
+                cfg = StoreConfig(tiers=(host, *remote_tiers(settings)))
+                if settings.policy is not None:
+                    cfg = replace(cfg, policy=settings.policy)
+                store = KVStore(cfg)
+                store.know_by(self._find_kept)
                 self._encoder = ChunkEncoder(
                     decoder,
-                    KVStore(replace(StoreConfig(), tiers=(host,))),
-                    key_context(decoder, tokenizer, self._options),
+                    store,
+                    key_context(decoder, tokenizer, KVOptions(store=settings)),
                     preparation,
                     Texts.for_preparation(
                         tokenizer, preparation, split_template(tokenizer, SYSTEM)[1]
@@ -109,7 +175,6 @@ class DocumentMemory:
                 )
             return self._encoder
 
-
-def _never_deleted(chunk_id: ChunkId, as_of: int) -> bool:
-    """No knowledge base has these documents: none is deleted."""
-    return False
+    def _find_kept(self, chunk_ids: Collection[str]) -> Collection[str]:
+        """The chunks among these that no shared tier has still to be rid of."""
+        return self._owed.without(chunk_ids)

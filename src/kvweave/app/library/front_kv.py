@@ -2,9 +2,9 @@
 
 A chunk that stands first in a prompt is exact there with its isolated KV, and needs no row
 recomputed. Which chunk a question will find first is not known before, so every chunk of a
-knowledge base gets such a copy, most asked for first, while nothing else is to be done. A copy that
-is not there yet costs no answer its exactness: the chunk is computed with the prompt
-(`kv_behind.py` stores it then).
+knowledge base gets such a copy once all have KV: those that questions found, most often first, and
+in idle time the others. A copy that is not there yet costs no answer its exactness: the chunk is
+computed with the prompt (`kv_behind.py` has it kept then).
 
 They are a second copy of everything, so they leave as much room as the first ones take, and when a
 knowledge base has grown into that room they give way, the last made first: those are asked for
@@ -84,16 +84,15 @@ class FrontKV:
                 else:
                     self._note(chunk, key, peek.size_bytes)
 
-    def next(self, num_asked: Callable[[ChunkId], int], asked: Sequence[ChunkId]) -> Chunk | None:
+    def next(self, asked: Sequence[ChunkId], *, asked_only: bool = False) -> Chunk | None:
         """The chunk whose copy should be made next; None if there is none or no room for it.
-        `num_asked`: how many questions found each of the chunks `asked`."""
+        `asked`: chunks that questions found, most often first; `asked_only`: one of these."""
         while True:
             with self._lock:
                 if self._num_lost >= MOST_LOST:
                     return None
-                wanted = [c for c in asked if c in self._missing]
-                newest = next(reversed(self._missing), None)
-                chunk_id = max(wanted, key=num_asked, default=newest)
+                newest = None if asked_only else next(reversed(self._missing), None)
+                chunk_id = next((c for c in asked if c in self._missing), newest)
                 if chunk_id is None:
                     return None
                 num_tokens = self._missing[chunk_id]

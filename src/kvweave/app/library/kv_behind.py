@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from kvweave.app.library.kv_maker import KVMaker, WantedKV
 from kvweave.app.library.runtime import EngineClient
+from kvweave.calibrate.own_evidence import OwnEvidence
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.protocol import Prefix
@@ -71,11 +72,12 @@ class ChunkPromotion:
         for chunk_id, ids in named.items():
             in_front = chunk_id == front or not _has_context(encoder)
             returns = counts[chunk_id] >= self._threshold or chunk_id in at_once
-            if not returns and not (chunk_id == front and _is_new_in_front(encoder, ids)):
-                continue
-            if self._fits(encoder, ids):
+            returns = returns or (chunk_id == front and _is_new_in_front(encoder, ids))
+            if (returns or chunk_id == front) and self._fits(encoder, ids):
                 chunk = Chunk(chunk_id, "", "", ids)
-                self._maker.want(WantedKV(encoder, chunk, as_of, in_front))
+                self._maker.want(
+                    WantedKV(encoder, chunk, as_of, in_front, is_only_taken=not returns)
+                )
 
     def wait(self, timeout_s: float) -> bool:
         """Until nothing waits to be encoded. False: it takes longer."""
@@ -97,12 +99,15 @@ class KVBehind:
         client: EngineClient,
         promotion: ChunkPromotion | None,
         maker: KVMaker | None = None,
+        evidence: OwnEvidence | None = None,
         *,
         is_own: bool,
     ) -> None:
         """`promotion` stores chunks that come back; None: nothing does. `maker` hears what was
-        asked for. `is_own`: the preamble that documents are ingested behind."""
+        asked for. `evidence`: what fusing was found to cost on the documents. `is_own`: the
+        preamble that documents are ingested behind."""
         self.encoder = encoder
+        self.evidence = evidence
         self.is_own = is_own
         self._client = client
         self._promotion = promotion

@@ -2,15 +2,18 @@
 documents, wants stored.
 
     1  what requests brought again, and what stood in front for the first time   (`kv_behind.py`)
-    2  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
-    3  front copies of the others, most asked for first, begun when it is quiet   (`front_kv.py`)
+    2  at the start, in idle time: KV on a disk comes to host memory, most asked for first
+    3  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
+    4  front copies of the others: of those asked for, and in idle time of all    (`front_kv.py`)
 
-One chunk at a time, a few layers at a time, when the engine may be had (`engine/background.py`): an
-answer that comes meanwhile waits for a slice, never for a chunk.
+What a prompt has just computed right behind the preamble is not computed again: it is copied from
+the knowledge tree. All else is one chunk at a time, a few layers at a time, when the engine may be
+had (`engine/background.py`): an answer that comes meanwhile waits for a slice, never for a chunk.
 
 A chunk may be deleted while its KV is in the making. So its KV is written first, and then it is
 looked whether the chunk is still there: a deletion before that look is seen by it, a deletion after
-it finds the KV where it lies. No lock of the knowledge base is held meanwhile.
+it finds the KV where it lies. No lock of the knowledge base is held meanwhile. A few chunks are
+written and looked after together where a device computes: it does the next ones meanwhile.
 """
 
 import logging
@@ -18,15 +21,18 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from kvweave.app.library.chunk_demand import ChunkDemand
 from kvweave.app.library.corpus_kv import CorpusKV
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.engine.background import BackgroundPace, GaveUp
+from kvweave.engine.background import SLICE_S, BackgroundPace, GaveUp
+from kvweave.engine.request import EngineChunk
 from kvweave.errors import CorpusError, EngineClosed, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
-from kvweave.plan.ordering import AccessTable
+from kvweave.fuse.protocol import Prefix
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
@@ -34,8 +40,13 @@ log = logging.getLogger(__name__)
 CLOSE_WAIT_S = 10.0  # more than a slice and a flush take
 PREPARE_S = 30.0  # until it is tried again to begin, where a tier was broken at the start
 LOOK_S = 2.0  # how often it looks whether another process has brought documents
+HURRY_S = 1800.0  # a hurry lasts so long at most: others are served as well
+MOST_UNCHECKED = 8  # chunks whose KV is on its way to a disk while the next one is computed
 MAX_WAITING = 64  # chunks that requests want stored; more are left for the next time they are seen
-IsGone = Callable[[ChunkId, int], bool]  # whether a chunk found then was deleted since
+# Whether a chunk that was found then has been deleted since, for a tenant
+WasDeleted = Callable[[ChunkId, int, str], bool]
+# Copies the exact KV of a preamble with a chunk behind it, of a tenant; None: no prompt has left it
+ReadExact = Callable[[Sequence[int], EngineChunk, str], Prefix | None]
 
 
 class WantedKV(NamedTuple):
@@ -45,6 +56,7 @@ class WantedKV(NamedTuple):
     chunk: Chunk
     as_of: int | None  # when it was found; None: it cannot be deleted
     in_front: bool  # isolated, as it is taken right behind the preamble
+    is_only_taken: bool = False  # not computed for that, and only if the knowledge base has it
 
     @property
     def name(self) -> str:
@@ -70,20 +82,29 @@ class KVMaker:
     `close`."""
 
     def __init__(
-        self, pace: BackgroundPace, is_gone: IsGone, corpus: CorpusKV | None = None
+        self,
+        pace: BackgroundPace,
+        was_deleted: WasDeleted,
+        read_exact: ReadExact,
+        corpus: CorpusKV | None = None,
     ) -> None:
-        """`is_gone`: of a chunk that was found some time ago, whether it was deleted since; then it
-        is not stored. `corpus` None: only what requests want is made."""
+        """`was_deleted`: of a chunk that was found some time ago, whether it was deleted since: it
+        is not stored then. `corpus` None: only what requests want is made."""
         self._pace = pace
-        self._is_gone = is_gone
+        self._is_deleted = was_deleted
+        self._read_exact = read_exact
         self._corpus = corpus
         self._closing = threading.Event()
         self._changed = threading.Condition()  # guards the rest
         self._wanted: deque[WantedKV] = deque()
         self._names: set[str] = set()  # of those, and of the one in the making
         self._is_making = False
-        self._asked = AccessTable()
-        self._asked_ids: dict[ChunkId, None] = {}  # that have a count, as far as remembered
+        self._demand = ChunkDemand(None if corpus is None else corpus.demand_path)
+        self._preferred: tuple[ChunkId, ...] = ()  # before what questions find
+        # of the thread alone: what was made and not looked after yet, and who notes that it is kept
+        self._unchecked: list[tuple[Chunk, Callable[[Chunk], None]]] = []
+        self.is_hurried = False  # what is missing is made beside answers, half of the time
+        self._hurried_until_s = self._next_slice_s = 0.0
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -107,17 +128,25 @@ class KVMaker:
         """Note what a question found: what it lacks of these comes first."""
         if self._corpus is None or not chunk_ids:
             return
-        with self._changed:
-            self._asked.push(chunk_ids)
-            self._asked_ids |= dict.fromkeys(chunk_ids)
-            if len(self._asked_ids) > 2 * len(self._asked):
-                counted = (c for c in self._asked_ids if self._asked.count(c))
-                self._asked_ids = dict.fromkeys(counted)
+        self._demand.push(chunk_ids)
+        self.look()
+
+    def prefer(self, chunk_ids: Sequence[ChunkId]) -> None:
+        """Make the KV of these chunks of the knowledge base before that of all others."""
+        self._preferred = tuple(chunk_ids)
+        self.look()
 
     def look(self) -> None:
         """Documents came or went."""
         with self._changed:
             self._changed.notify_all()
+
+    def hurry(self) -> None:
+        """Make what the knowledge base lacks beside answers, with half of the time, until nothing
+        is left or HURRY_S are over."""
+        self._hurried_until_s = time.monotonic() + HURRY_S
+        self.is_hurried = True
+        self.look()
 
     def progress(self) -> KVProgress | None:
         """How far the knowledge base is; None: its KV is not made in the background."""
@@ -147,7 +176,7 @@ class KVMaker:
 
     def _is_idle(self) -> bool:
         """Lock is held."""
-        is_done = not self._names and not self._is_making
+        is_done = not (self._names or self._is_making or self._unchecked)
         corpus = self._corpus
         if not is_done or corpus is None:
             return is_done
@@ -160,20 +189,35 @@ class KVMaker:
             if corpus is None and self._may_prepare() and time.monotonic() >= prepare_s:
                 assert self._corpus is not None, "there is one to prepare"
                 corpus = self._corpus if self._corpus.prepare() else None
+                if corpus is not None:
+                    corpus.plan_warming(self._demand.ranked())
                 prepare_s = time.monotonic() + PREPARE_S
             try:
                 did_something = self._make_one(corpus)
             except (GaveUp, EngineClosed):
-                return
+                break
+            if corpus is not None and not did_something:
+                self._demand.keep(corpus.has_chunk)
             if not did_something:
                 self._rest(corpus)
+        if corpus is not None:
+            self._check_made(corpus)
+            self._demand.keep(corpus.has_chunk)
 
     def _make_one(self, corpus: CorpusKV | None) -> bool:
         """Make the KV whose turn it is. False: there is none, or it is tried again."""
         try:
             if self._make_wanted():
                 return True
-            return corpus is not None and (self._make_next(corpus) or self._make_front(corpus))
+            if corpus is None:
+                return False
+            may_warm = corpus.is_cold and self._pace.is_quiet()
+            return (
+                (may_warm and corpus.warm_next())
+                or self._make_next(corpus)
+                or self._make_front(corpus)
+                or self._check_made(corpus)
+            )
         except (GaveUp, EngineClosed):
             raise
         except (KVWeaveError, sqlite3.Error, OSError) as error:
@@ -182,6 +226,8 @@ class KVMaker:
 
     def _rest(self, corpus: CorpusKV | None) -> None:
         """Wait until something is wanted, or a moment where documents may come."""
+        if corpus is not None and corpus.nothing_left():
+            self.is_hurried = False
         with self._changed:
             self._changed.notify_all()
             if not self._wanted and not self._closing.is_set():
@@ -229,29 +275,48 @@ class KVMaker:
         return None
 
     def _make(self, wanted: WantedKV) -> None:
-        encoder, chunk, as_of, _ = wanted
-        if not wanted.is_absent():
+        encoder, chunk = wanted.encoder, wanted.chunk
+        if not wanted.is_absent() or self._was_deleted(wanted):
             return
-        with self._pace.turn(self._closing) as turn:
-            turn.wait()
-            if self._was_deleted(chunk, as_of):
+        if not self._take_exact(wanted):
+            if wanted.is_only_taken:
                 return
-            wanted.encode(turn)
-        if as_of is not None:
+            with self._pace.turn(self._closing) as turn:
+                turn.wait()
+                if self._was_deleted(wanted):
+                    return
+                wanted.encode(turn)
+        if wanted.as_of is not None:
             encoder.store.flush()  # a deletion from now on finds it where it lies
-        if self._was_deleted(chunk, as_of):  # meanwhile, before there was anything to delete
+        if self._was_deleted(wanted):  # meanwhile, before there was anything to delete
             _delete(encoder, chunk)
         elif self._corpus is not None and encoder is self._corpus.encoder and wanted.in_front:
             self._corpus.fronts.add([chunk])  # so that it gives way like the others
 
-    def _was_deleted(self, chunk: Chunk, as_of: int | None) -> bool:
-        return as_of is not None and self._is_gone(chunk.id, as_of)
+    def _take_exact(self, wanted: WantedKV) -> bool:
+        """Take the KV of a chunk in front from a prompt that has computed it. False: there is
+        none, or it would not be good enough."""
+        encoder, chunk = wanted.encoder, wanted.chunk
+        if not wanted.in_front or not encoder.can_take_exact:
+            return False
+        is_foreign = self._corpus is None or self._corpus.was_deleted(chunk)
+        if wanted.is_only_taken and is_foreign:
+            return False
+        tenant, named = encoder.context.tenant_salt, EngineChunk(chunk.id, chunk.token_ids)
+        path = self._read_exact(encoder.preamble_ids, named, tenant)
+        if path is not None:
+            encoder.take_exact(chunk, path)
+        return path is not None
+
+    def _was_deleted(self, wanted: WantedKV) -> bool:
+        tenant, as_of = wanted.encoder.context.tenant_salt, wanted.as_of
+        return as_of is not None and self._is_deleted(wanted.chunk.id, as_of, tenant)
 
     def _make_next(self, corpus: CorpusKV) -> bool:
         """Make the chunk of the knowledge base whose turn it is. False: there is none, or another
         process writes."""
-        corpus.look()
-        chunk = corpus.next(self._asked.count, self._list_asked())
+        corpus.look()  # whether it is used, too
+        chunk = corpus.next([*self._preferred, *self._demand.ranked()])
         if chunk is None:
             return False
         is_busy = False
@@ -259,52 +324,70 @@ class KVMaker:
         def work() -> None:
             nonlocal is_busy
             try:
-                with self._pace.turn(self._closing, idle_only=corpus.is_idle_only) as turn:
-                    if not corpus.is_idle_only:
+                idle_only = corpus.is_idle_only
+                with self._pace.turn(self._closing, idle_only, self._wants_hurry) as turn:
+                    if not idle_only:
                         turn.wait()
                     corpus.make(chunk, turn)
-                if self._is_kept(corpus, chunk):
-                    corpus.note_made(chunk)
+                corpus.note_computed(chunk)
+                self._unchecked.append((chunk, corpus.note_made))
             except CorpusError:
                 is_busy = True
 
         error = self._try(corpus.encoder, chunk, "the KV of chunk %s is not stored", work)
         if error is not None:
-            corpus.leave_out(chunk, error)
-            self._is_kept(corpus, chunk)
+            self._unchecked.append((chunk, partial(corpus.leave_out, error=error)))
+        if self._has_enough(corpus) or error is not None:
+            self._check_made(corpus)
         return not is_busy
 
-    def _make_front(self, corpus: CorpusKV) -> bool:
-        """Make the front copy whose turn it is. False: there is none, or answers are in the making:
-        then what requests want must not wait behind it."""
-        if not self._pace.is_quiet():
+    def _wants_hurry(self) -> bool:
+        """Whether the next slice is taken beside answers. Half of the time is left to them."""
+        if time.monotonic() >= self._hurried_until_s:
+            self.is_hurried = False
+        if not self.is_hurried:
             return False
-        chunk = corpus.fronts.next(self._asked.count, self._list_asked())
+        is_free = time.monotonic() >= self._next_slice_s
+        if is_free:
+            self._next_slice_s = time.monotonic() + 2 * SLICE_S
+        return is_free
+
+    def _make_front(self, corpus: CorpusKV) -> bool:
+        """Make the front copy whose turn it is. False: there is none, or none that questions would
+        find, and answers are in the making."""
+        is_busy = not self._pace.is_quiet()
+        chunk = corpus.fronts.next(self._demand.ranked(), asked_only=is_busy)
         if chunk is None:
             return False
 
         def work() -> None:
-            # begun when it is quiet, gone on with in small shares beside answers: what has its turn
-            # behind this one must not wait until it is quiet again
             with self._pace.turn(self._closing) as turn:
                 corpus.encoder.encode_isolated([chunk], turn)
 
         self._try(corpus.encoder, chunk, "the front copy of chunk %s is not stored", work)
-        if self._is_kept(corpus, chunk):
-            corpus.fronts.done(chunk)
+        corpus.fronts.forget(chunk.id)  # it is not chosen again
+        self._unchecked.append((chunk, corpus.fronts.done))
+        if self._has_enough(corpus):
+            self._check_made(corpus)
         return True
 
-    def _list_asked(self) -> list[ChunkId]:
-        with self._changed:
-            return list(self._asked_ids)
+    def _has_enough(self, corpus: CorpusKV) -> bool:
+        """Whether what was made is looked after now. A CPU is slower than a disk."""
+        is_cpu = corpus.encoder.decoder.device.type == "cpu"
+        return len(self._unchecked) >= (1 if is_cpu else MOST_UNCHECKED)
 
-    def _is_kept(self, corpus: CorpusKV, chunk: Chunk) -> bool:
-        """Write what was made, then look whether its chunk is still there, see the module; what is
-        made of one that went is forgotten."""
-        corpus.flush()
-        if corpus.was_deleted(chunk):
-            corpus.forget(chunk)
+    def _check_made(self, corpus: CorpusKV) -> bool:
+        """Write what was made, then look whether its chunks are still there, see the module; what
+        was made of one that went is forgotten. False: nothing was made."""
+        if not self._unchecked:
             return False
+        corpus.flush()
+        for chunk, note in self._unchecked:
+            if corpus.was_deleted(chunk):
+                corpus.forget(chunk)
+            else:
+                note(chunk)
+        self._unchecked.clear()
         return True
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvweave.app.library.stored_kv import KVPlaces
+from kvweave.calibrate.own_evidence import EvidenceState
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.kv.format.keys import ContextId, context_of, make_tag, tag_of
 from kvweave.kv.tiers.base import StoredObject
@@ -20,9 +21,16 @@ FOLDER = "kv"  # in the folder of the knowledge base
 RECENT_S = 60.0  # an object as new as that: some process is making them
 RATE_OF = 32  # objects that the time left is estimated from
 
-# off: nothing is made; full: no room is left for more; failed: `why` says what is in the way;
-# unused: nothing is made because no answer would be fused from it, and `why` says why not
-KVState = Literal["off", "making", "ready", "full", "failed", "unused"]
+# off: nothing is made, and `why` says what to do about it; on_demand: engines behind a gateway make
+# it, for chunks that questions bring back; full: no room is left for more; failed: `why` says what
+# is in the way; unused: nothing is made because no answer would be fused from it, and `why` says
+# why not
+KVState = Literal["off", "on_demand", "making", "ready", "full", "failed", "unused"]
+NOT_OPEN = (
+    "no process makes it: a server does while it has the knowledge base open, which a question or "
+    "an upload opens; `kvweave ingest --kb DIR --kv` makes it at once"
+)
+NEVER = "library.background_kv is never; set it to auto or always"
 
 
 class KVProgress(NamedTuple):
@@ -35,6 +43,8 @@ class KVProgress(NamedTuple):
     eta_s: float | None = None  # until the rest is there; None: not known, or nothing is made
     why: str = ""
     chunks_in_front: int = 0  # that have a front copy as well, as far as somebody makes them
+    hurried: bool = False  # it is made beside answers, with half of the time
+    calibration: EvidenceState | None = None  # its documents were asked about themselves
 
 
 def progress_on_disk(kb: KnowledgeBase) -> KVProgress:
@@ -55,7 +65,7 @@ def progress_on_disk(kb: KnowledgeBase) -> KVProgress:
         return KVProgress("ready", done, total, num_bytes)
     last = sorted(each.written_s for each in found)[-RATE_OF:]
     if not last or time.time() - last[-1] > RECENT_S:
-        return KVProgress("off", done, total, num_bytes)
+        return KVProgress("off", done, total, num_bytes, why=NOT_OPEN)
     return KVProgress("making", done, total, num_bytes, _left_s(last, total - done))
 
 

@@ -26,7 +26,7 @@ from kvweave.corpus.embedder import Embedder, SentenceEmbedder
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.removals import RemovalReader
 from kvweave.corpus.settings import read_settings
-from kvweave.errors import CorpusFull, KVWeaveError
+from kvweave.errors import CorpusFull, KVWeaveError, RequestError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import choose_preparation
 from kvweave.ingest.pipeline import ingest
@@ -95,11 +95,12 @@ class Library:
         corpus = None if kv.background is None else CorpusKV(kb, kv, kv.background)
         if kv.background is not None:
             client.pace.share = kv.background.share
-        self.maker = KVMaker(client.pace, self._is_gone, corpus)
+        self.maker = KVMaker(client.pace, self._is_gone, client.read_exact, corpus)
         self.promotion: ChunkPromotion | None = None
         if promotion:
             self.promotion = ChunkPromotion(kv.max_context, promotion, self.maker)
-        self._own = KVBehind(kv.encoder, client, self.promotion, self.maker, is_own=True)
+        made_by = self.promotion, self.maker, kv.worth.evidence
+        self.own = KVBehind(kv.encoder, client, *made_by, is_own=True)
         self._others = KVByPreamble(self._behind_another)
         kv.store.know_by(self._find_known)
 
@@ -147,7 +148,24 @@ class Library:
 
     def kv_progress(self) -> KVProgress | None:
         """How far the chunk KV is that is made in the background; None: none is."""
-        return self.maker.progress()
+        progress = self.maker.progress()
+        if progress is None:
+            return None
+        calibration = self.kv.worth.state()
+        return progress._replace(hurried=self.maker.is_hurried, calibration=calibration)
+
+    def hurry_kv(self) -> None:
+        """Have the chunk KV that it lacks made now, beside answers. Raises RequestError where none
+        is made in the background."""
+        progress = self.maker.progress()
+        if progress is None:
+            raise RequestError(
+                "no chunk KV is made in the background here (library.background_kv = never); "
+                "upload with wait_for_kv, or run kvweave ingest --kv"
+            )
+        if progress.state == "unused":
+            raise RequestError(f"no chunk KV is made here: {progress.why}")
+        self.maker.hurry()
 
     @property
     def store(self) -> KVStore:
@@ -245,17 +263,18 @@ class Library:
         """Its chunk KV behind a preamble: the one that documents are ingested behind, or another
         that a request came with."""
         is_own = key.preamble == self.encoder.preamble_ids
-        return self._own if is_own else self._others.get(key)
+        return self.own if is_own else self._others.get(key)
 
     def _behind_another(self, key: PreambleKey) -> KVBehind:
         encoder = self.encoder.behind(key.preamble)
-        return KVBehind(encoder, self._client, self.promotion, is_own=False)
+        evidence = self.kv.worth.evidence
+        return KVBehind(encoder, self._client, self.promotion, None, evidence, is_own=False)
 
-    def _is_gone(self, chunk_id: ChunkId, as_of: int) -> bool:
+    def _is_gone(self, chunk_id: ChunkId, as_of: int, tenant: str) -> bool:
         """Whether a chunk that was found in generation `as_of` was deleted since, here or by
         another process."""
         self.catch_up()  # the request may have found it long ago
-        return self._client.is_gone(chunk_id, as_of, self._tenant)
+        return self._client.is_gone(chunk_id, as_of, tenant)
 
     def _forget(self, chunk_ids: Collection[ChunkId] | None) -> None:
         self._client.forget_catalogue(self._uid, chunk_ids)

@@ -10,22 +10,14 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Self
 
 from kvweave.app.library.kv_sync import KVSync, SyncJob
+from kvweave.app.library.kv_worth import KVWorth
 from kvweave.app.library.neighbours import neighbours_of, open_table
 from kvweave.app.library.store_tiers import remote_tiers
 from kvweave.app.library.stored_kv import KV_FOLDER, KVPlaces, StoredKV
-from kvweave.calibrate.gate import (
-    ELSEWHERE,
-    USUAL_CHUNKS,
-    Table,
-    choose,
-    deciding_tables,
-    tables_for_size,
-    worst_cells,
-)
+from kvweave.calibrate.gate import USUAL_CHUNKS
 from kvweave.calibrate.profiles import calibrated_neighbours, find_profile
 from kvweave.config import StoreSettings, WeaveConfig
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -57,12 +49,7 @@ from kvweave.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 # 3.7 times smaller than float32 at 3e-5 nats per token (bench/codec_kl.py, SmolLM2, 50 prompts).
 CODEC = "int8"
-WhyUnused = Callable[[float, int], str | None]  # of nats, and chunks of a prompt
 FIRST_RETRY_S, LONGEST_RETRY_S = 5.0, 120.0  # between two attempts: doubled with each that fails
-
-
-def _is_used(_bound: float, _num_chunks: int) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +60,8 @@ class BackgroundKV:
     share: float = BUSY_SHARE  # of the time, while answers are made; of all over one engine
     # nats: made only where calibration lets something be fused within them; None: in any case
     bound: float | None = None
-    num_chunks: int = USUAL_CHUNKS  # that a question finds
+    # where nothing that was measured lets anything be fused, documents are asked about themselves
+    calibrates: bool = False
 
     @classmethod
     def from_config(cls, config: WeaveConfig) -> "BackgroundKV | None":
@@ -83,7 +71,8 @@ class BackgroundKV:
             return None
         is_named = quality.reuse is not None and not quality.reuse.startswith("auto")
         bound = None if library.background_kv == "always" or is_named else quality.bound
-        return cls(library.background_bytes, library.background_share, bound, library.k)
+        calibrates = quality.calibrate and bound is not None
+        return cls(library.background_bytes, library.background_share, bound, calibrates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +87,7 @@ class KVOptions:
     store: StoreSettings = field(default_factory=StoreSettings)  # tiers, codec, what is evicted
     tiers: tuple[TierConfig, ...] | None = None  # None: those of `store`
     background: BackgroundKV | None = None  # made by itself; None: it is not
+    num_chunks: int = USUAL_CHUNKS  # that a question finds
 
     @classmethod
     def from_config(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
@@ -109,6 +99,7 @@ class KVOptions:
             SYSTEM if system is None else system,
             tenant_salt,
             config.store,
+            num_chunks=library.k,
         )
 
     @property
@@ -143,19 +134,19 @@ class LibraryKV:
         encoder: ChunkEncoder,
         table: NeighbourTable | None,
         max_context: int,
+        worth: KVWorth,
         background: BackgroundKV | None = None,
-        why_unused: WhyUnused = _is_used,
     ) -> None:
         """Closes the store and `table`, which the encoder was made with; not `kb`. `max_context` is
-        the model's. `background`: how what is missing is made by itself. `why_unused`: why no
-        answer would be fused from it within so many nats; None: some would be."""
+        the model's. `worth`: what was measured of this KV. `background`: how what is missing is
+        made by itself."""
         self._kb = kb
         self.max_context = max_context
         self.store = store
         self.encoder = encoder
         self.table = table
         self.background = background
-        self.why_unused = why_unused
+        self.worth = worth
         if barred := KVPlaces(kb.folder / KV_FOLDER).find_barred():
             store.bar(barred)
         self._retries = Retries(self._tell_remotes)
@@ -200,9 +191,12 @@ class LibraryKV:
                 run_alone=run_alone,
             )
             stack.pop_all()
-        unused = partial(_why_unused, encoder, decoder, tokenizer)
-        max_context = decoder.spec.max_context
-        return cls(kb, store, encoder, table, max_context, options.background, unused)
+        background, k = options.background, options.num_chunks
+        bound = None if background is None else background.bound
+        worth = KVWorth(kb, decoder, tokenizer, encoder, k, bound)
+        if background is not None and background.calibrates:
+            worth.begin_asking()
+        return cls(kb, store, encoder, table, decoder.spec.max_context, worth, background)
 
     def prepare_to_encode(self) -> None:
         """Raise ConfigError unless every chunk fits behind its context; note how KV is prepared."""
@@ -262,27 +256,6 @@ def key_context(
         rope=repr(decoder.spec.rope),
         tenant_salt=options.tenant_salt,
     )
-
-
-def _why_unused(
-    encoder: ChunkEncoder, decoder: Decoder, tokenizer: Tokenizer, bound: float, num_chunks: int
-) -> str | None:
-    """Why no answer would be fused from so many chunks that `encoder` makes; None: some would be,
-    at least where nothing was said before. Raises ConfigError for a profile that cannot be read."""
-    profile = find_profile(decoder.calibrated_as.fingerprint, tokenizer.fingerprint)
-    preamble = digest_ids(encoder.preamble_ids)
-    tables: tuple[Table, ...] = ()
-    if profile is not None:
-        tables = profile.tables(decoder.calibrated_as.revision, encoder.encoding_context, preamble)
-    alone = tables_for_size(
-        [table for table in deciding_tables(tables) if not table.has_history], num_chunks
-    )
-    if not alone:
-        return "the model is not calibrated, so nothing would be fused"
-    is_here = all(table.preamble == preamble for table in alone)
-    if choose(worst_cells(alone), bound if is_here else ELSEWHERE * bound) is None:
-        return f"calibration lets nothing be fused within {bound:g} nats per token"
-    return None
 
 
 def _calibrate_neighbours(

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
+import torch
+
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_pass import PASS_ROWS, ChunkPass, encode_prefix, passes, prefix_of
 from kvweave.fuse.encode.contexts import (
@@ -18,7 +20,8 @@ from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder, Prefix
-from kvweave.kv.format.codec import LayerKV, open_codec
+from kvweave.kernels.rope import Angles, rotate
+from kvweave.kv.format.codec import LayerKV, is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
@@ -31,8 +34,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SAVE_WAIT_S = 600.0  # ingest waits for a slow disk rather than drop what it has computed
-SLICE_S = 0.05  # the decoder is had for so long at a time, and for a layer at least
+SLICE_S = 0.05  # where nobody says how long the decoder may be had at a time
 CPU_PASS_ROWS = 512  # on a CPU more rows are no faster, and progress is told of less often
+FIRST_ROW_S = 1e-3  # what a row is taken to cost before a pass was timed
 # Token ids of a chunk to the ids of its neighbours, nearest first; None: none were chosen yet.
 NeighboursOf = Callable[[Sequence[int]], Sequence[ChunkId] | None]
 
@@ -46,8 +50,9 @@ class RunAlone(Protocol):
 class Pace(Protocol):
     """When one who can wait may have the decoder. On the thread that encodes."""
 
-    def wait(self) -> None:
-        """Wait until the decoder may be had for a slice. Raises to give up what was begun."""
+    def wait(self) -> float:
+        """Wait until the decoder may be had; return for how many seconds, or a layer if that takes
+        longer. Raises to give up what was begun."""
         ...
 
     def record_hold(self, seconds: float) -> None:
@@ -111,6 +116,7 @@ class ChunkEncoder:
         self.run_alone = run_alone
         self._saves = SaveLog(store)
         self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._row_s = FIRST_ROW_S  # what a row took in the last pass
 
     def behind(
         self, preamble_ids: tuple[int, ...], tenant_salt: str | None = None
@@ -201,6 +207,26 @@ class ChunkEncoder:
         where it stands in front. Raises as `encode` does."""
         self._encode(chunks, self.exact_key, (), None, pace)
 
+    @property
+    def can_take_exact(self) -> bool:
+        """Whether isolated KV may be taken from prompts. Its keys were turned there and are turned
+        back, which rounds: less than the codec does in float32, but not where that keeps all."""
+        context = self._isolated
+        is_coarse = self.decoder.dtype != torch.float32 or self.preparation.extras
+        return not (is_coarse or is_lossless(context.codec, context.dtype))
+
+    @torch.inference_mode()
+    def take_exact(self, chunk: Chunk, path: Prefix) -> None:
+        """Save the isolated KV of a chunk that some prompt has computed. `path` is the preamble
+        with the chunk behind it."""
+        start = len(self.preamble_ids)
+        angles = self.decoder.angles(torch.arange(start, len(path.token_ids)))
+        norm = angles.cos.square() + angles.sin.square()  # not 1 with YaRN
+        back = Angles(angles.cos / norm, -angles.sin / norm)
+        layers = [LayerKV(rotate(kv.k[start:], back), kv.v[start:]) for kv in path.layers]
+        cost_s = self._row_s * len(chunk.token_ids)
+        self.save(chunk, self.exact_key(chunk.token_ids), layers, {}, cost_s)
+
     def missing(self, chunks: Sequence[Chunk]) -> EncodeWork:
         """Return the chunks that `encode` would compute."""
         found = self.absent(chunks, self.key) if self._is_encoded_here else []
@@ -239,9 +265,10 @@ class ChunkEncoder:
             made, seconds = self._compute_in_turns(
                 prefix, [chunk.token_ids for chunk in batch], pace
             )
+            self._row_s = seconds / num_rows
             extras: list[dict[str, bytes]] = [{} for _ in batch]
             if self.preparation.extras:
-                extras, took_s = self._turn(partial(self.extras, prefix, batch, made), pace)
+                extras, took_s = self._turn(_whole(partial(self.extras, prefix, batch, made)), pace)
                 seconds += took_s
             num_bytes = 0
             for chunk, layers, each in zip(batch, made, extras, strict=True):
@@ -256,10 +283,10 @@ class ChunkEncoder:
         """Compute the KV of some chunks in one pass; return it and how long the decoder was had."""
         begun: list[ChunkPass] = []
 
-        def advance() -> bool:
+        def advance(most_s: float) -> bool:
             if not begun:
                 begun.append(ChunkPass(self.decoder, prefix, chunks))
-            return begun[0].advance(SLICE_S)
+            return begun[0].advance(most_s)
 
         seconds, is_done = 0.0, False
         while not is_done:
@@ -267,16 +294,16 @@ class ChunkEncoder:
             seconds += took_s
         return begun[0].made, seconds
 
-    def _turn(self, job: Callable[[], T], pace: Pace | None) -> tuple[T, float]:
-        """Run a job when the decoder may be had; return its result and how long it took."""
+    def _turn(self, job: Callable[[float], T], pace: Pace | None) -> tuple[T, float]:
+        """Run a job when the decoder may be had, and tell it for how many seconds; return its
+        result and how long it took."""
+        most_s = SLICE_S if pace is None else pace.wait()
 
         def run_timed() -> tuple[T, float]:
             started_s = time.perf_counter()
-            done = job()
+            done = job(most_s)
             return done, time.perf_counter() - started_s
 
-        if pace is not None:
-            pace.wait()
         done, took_s = self.run_alone(run_timed)
         if pace is not None:
             pace.record_hold(took_s)
@@ -322,7 +349,7 @@ class ChunkEncoder:
             if not ids:
                 return Prefix((), ())
             (layers,), _ = self._compute_in_turns(Prefix((), ()), [ids], pace)
-            turned, _ = self._turn(lambda: prefix_of(self.decoder, ids, layers), pace)
+            turned, _ = self._turn(_whole(partial(prefix_of, self.decoder, ids, layers)), pace)
             self._prefixes[context_ids] = turned
         return self._prefixes[context_ids]
 
@@ -347,3 +374,8 @@ class ChunkEncoder:
             if peek.residency is Residency.ABSENT
         ]
         return sorted(absent, key=lambda chunk: -len(chunk.token_ids))
+
+
+def _whole(job: Callable[[], T]) -> Callable[[float], T]:
+    """Return a job that takes the time it takes, however long the decoder may be had."""
+    return lambda _: job()

@@ -55,7 +55,7 @@ class AttentionFields(ctypes.Structure):
 
 
 class MatrixFields(ctypes.Structure):
-    """`Matrix` of layers.h."""
+    """`Matrix` of floats.h."""
 
     _fields_ = (*_addresses("rounded weight bias"), *_longs("in_dim out_dim"))
 

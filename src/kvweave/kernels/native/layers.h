@@ -4,24 +4,6 @@
  * of them: few rows have little to do per step. Functions with a Team are called by all its threads.
  */
 
-#ifdef _OPENMP
-int omp_get_thread_num(void); /* not every compiler has omp.h */
-#else
-static int omp_get_thread_num(void) { return 0; }
-#endif
-
-/* Rows up to which float32 weights of a model without rounded ones are multiplied here: for more,
- * libraries are faster, and what a row gets there depends on how many there are. */
-int64_t kvw_few_rows(void) { return FEW_ROWS; }
-
-/* A product, rounded or as it is. */
-typedef struct {
-    const Product *rounded; /* none: float32 */
-    const float *weight;    /* [out_dim][in_dim] */
-    const float *bias;      /* [out_dim], or none */
-    int64_t in_dim, out_dim;
-} Matrix;
-
 typedef struct {
     const float *input_norm, *mlp_norm; /* [hidden] */
     const float *q_norm, *k_norm;       /* [dim], or none */
@@ -39,8 +21,9 @@ typedef struct {
     const Shape *shape;
     int threads;
     RoundedRows shared; /* of all rows */
-    char *own;          /* of each thread: rows as floats, their scales, their codes */
-    int64_t own_bytes, widest, columns;
+    float *rows;        /* all rows as floats [rows][widest], for float32 weights */
+    char *own;          /* of each thread: few rows as floats, their scales, their codes; or weights */
+    int64_t own_bytes, widest;
 } Team;
 
 #define ALIGNED(bytes) whole(bytes, 64)
@@ -66,113 +49,24 @@ static const float *source_row(
     return room;
 }
 
-#define CHANNELS 32   /* of a float32 product that a thread takes at a time */
-#define FLOAT_ROWS 64 /* of one that a thread takes at a time, where there are many */
-#if defined(__AVX__) && !defined(__AVX512F__) /* sums of a tile are in registers, two for each */
-#define DOT_ROWS 2
-#define DOT_CHANNELS 2
-#else
-#define DOT_ROWS 4
-#define DOT_CHANNELS 3
-#endif
-
-/* The dots of DOT_ROWS rows and DOT_CHANNELS channels, each in the order of dot_floats. */
-static void dot_tile(
-    const float *w, const float *x, int64_t stride, int64_t count,
-    float sums[DOT_ROWS][DOT_CHANNELS]) {
-    Vec even[DOT_ROWS][DOT_CHANNELS] = {{{0}}}, odd[DOT_ROWS][DOT_CHANNELS] = {{{0}}};
-    int64_t i = 0;
-#define ADD_DOTS(to, at)                                                                           \
-    {                                                                                              \
-        Vec of_w[DOT_CHANNELS];                                                                    \
-        for (int c = 0; c < DOT_CHANNELS; c++) of_w[c] = load_vec(w + c * count + (at));           \
-        for (int r = 0; r < DOT_ROWS; r++) {                                                       \
-            Vec of_x = load_vec(x + r * stride + (at));                                            \
-            for (int c = 0; c < DOT_CHANNELS; c++) to[r][c] += of_w[c] * of_x;                     \
-        }                                                                                          \
-    }
-    for (; i + 2 * WIDTH <= count; i += 2 * WIDTH) {
-        ADD_DOTS(even, i)
-        ADD_DOTS(odd, i + WIDTH)
-    }
-#undef ADD_DOTS
-    for (; i < count; i += WIDTH) {
-        int64_t bytes = MIN(WIDTH, count - i) * (int64_t)sizeof(float);
-        for (int r = 0; r < DOT_ROWS; r++)
-            for (int c = 0; c < DOT_CHANNELS; c++) {
-                Vec of_w = {0}, of_x = {0};
-                memcpy(&of_w, w + c * count + i, bytes);
-                memcpy(&of_x, x + r * stride + i, bytes);
-                even[r][c] += of_w * of_x;
-            }
-    }
-    for (int r = 0; r < DOT_ROWS; r++)
-        for (int c = 0; c < DOT_CHANNELS; c++) sums[r][c] = sum_lanes(even[r][c] + odd[r][c]);
-}
-
-INLINE void put_dot(const Matrix *m, Target to, int64_t r, int64_t o, float sum) {
-    float *y = to.y + r * to.stride + o;
-    if (m->bias) sum += m->bias[o];
-    *y = to.add ? *y + sum : sum;
-}
-
-/* Channels [first, end) of some rows times float32 weights: a dot has one order, whatever the tile. */
-static void multiply_floats(
-    const Matrix *m, const float *x, int64_t stride, int64_t count, int64_t first, int64_t end,
-    Target to) {
-    int64_t o = first, dims = m->in_dim;
-    for (; count >= DOT_ROWS && o + DOT_CHANNELS <= end; o += DOT_CHANNELS) {
-        const float *w = m->weight + o * dims; /* stays near while rows pass by */
-        int64_t r = 0;
-        for (; r + DOT_ROWS <= count; r += DOT_ROWS) {
-            float sums[DOT_ROWS][DOT_CHANNELS];
-            dot_tile(w, x + r * stride, stride, dims, sums);
-            for (int i = 0; i < DOT_ROWS; i++)
-                for (int c = 0; c < DOT_CHANNELS; c++) put_dot(m, to, r + i, o + c, sums[i][c]);
-        }
-        for (; r < count; r++)
-            for (int c = 0; c < DOT_CHANNELS; c++)
-                put_dot(m, to, r, o + c, dot_floats(w + c * dims, x + r * stride, dims));
-    }
-    for (; o < end; o++)
-        for (int64_t r = 0; r < count; r++)
-            put_dot(m, to, r, o, dot_floats(m->weight + o * dims, x + r * stride, dims));
-}
-
 /* Rows times float32 weights, by a team. Few rows are made by every thread, which takes some
- * channels: waiting would cost more. Of many it takes some rows, and all channels. */
+ * channels: waiting would cost more. */
 static void project_floats(
     const Team *team, const Matrix *m, Source from, int64_t count, Target to, float *room) {
-    if (count <= FEW_ROWS) {
-        const float *x = from.x;
-        int64_t stride = from.stride;
-        if (from.step != AS_THEY_ARE) {
+    float *rows = count <= FEW_ROWS ? room : team->rows;
+    if (from.step != AS_THEY_ARE) {
+        if (count <= FEW_ROWS) {
             for (int64_t r = 0; r < count; r++)
-                source_row(&from, team->shape, r, m->in_dim, room + r * team->widest);
-            x = room;
-            stride = team->widest;
+                source_row(&from, team->shape, r, m->in_dim, rows + r * team->widest);
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < count; r++)
+                source_row(&from, team->shape, r, m->in_dim, rows + r * team->widest);
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t first = 0; first < m->out_dim; first += CHANNELS)
-            multiply_floats(m, x, stride, count, first, MIN(first + CHANNELS, m->out_dim), to);
-        return;
+        from.x = rows;
+        from.stride = team->widest;
     }
-    int64_t fair = whole(count, 2 * team->threads) / (2 * team->threads);
-    int64_t step = MIN(FLOAT_ROWS, whole(fair, DOT_ROWS));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t first = 0; first < count; first += step) {
-        int64_t here = MIN(step, count - first);
-        const float *x = from.x + first * from.stride;
-        int64_t stride = from.stride;
-        if (from.step != AS_THEY_ARE) {
-            for (int64_t r = 0; r < here; r++)
-                source_row(&from, team->shape, first + r, m->in_dim, room + r * team->widest);
-            x = room;
-            stride = team->widest;
-        }
-        Target there = {to.y + first * to.stride, to.stride, to.add};
-        multiply_floats(m, x, stride, here, 0, m->out_dim, there);
-    }
+    multiply_floats(m, from.x, from.stride, count, to, team->threads, room);
 }
 
 /* `count` rows through a product. All is written when it returns. */
@@ -236,27 +130,32 @@ static void end_layer(
 static char *make_team(
     Team *team, const Shape *shape, const Layer *layers, int64_t num_layers, int64_t rows,
     int threads, int64_t bytes) {
-    int64_t widest = 0, columns = 0, has_floats = 0;
+    int64_t widest = 0, columns = 0, strip = 0;
     for (int64_t n = 0; n < num_layers; n++) {
         const Matrix *all[] = {
             &layers[n].qkv, &layers[n].out, &layers[n].gate_up, &layers[n].down};
         for (int i = 0; i < 4; i++) {
-            widest = all[i]->in_dim > widest ? all[i]->in_dim : widest;
-            has_floats |= all[i]->rounded == NULL;
-            if (all[i]->rounded && all[i]->rounded->columns > columns)
+            int64_t dims = all[i]->in_dim;
+            widest = dims > widest ? dims : widest;
+            if (all[i]->rounded == NULL)
+                strip = strip_bytes(dims) > strip ? strip_bytes(dims) : strip;
+            else if (all[i]->rounded->columns > columns)
                 columns = all[i]->rounded->columns;
         }
     }
-    int64_t few = MIN(rows, FEW_ROWS);
-    int64_t held = has_floats && rows > FEW_ROWS ? FLOAT_ROWS : FEW_ROWS; /* rows as floats */
-    int64_t own = ALIGNED((held * widest + LANES) * sizeof(float) + codes_bytes(few, columns));
+    widest = whole(widest, LINE) + LINE; /* rows that lie 4096 bytes apart would share a place */
+    int64_t few = MIN(rows, FEW_ROWS), many = rows > FEW_ROWS && strip > 0 ? rows : 0;
+    int64_t own = (FEW_ROWS * widest + LANES) * sizeof(float) + codes_bytes(few, columns);
+    own = ALIGNED(many && strip > own ? strip : own);
     int64_t scales = ALIGNED(rows * sizeof(float)), codes = ALIGNED(codes_bytes(rows, columns));
+    int64_t floats = ALIGNED(many * widest * sizeof(float));
     bytes = ALIGNED(bytes);
-    char *memory = malloc(bytes + scales + codes + threads * own + 64);
+    char *memory = malloc(bytes + scales + codes + floats + threads * own + 64);
     if (memory == NULL) return NULL;
     char *at = (char *)ALIGNED((int64_t)(intptr_t)memory) + bytes;
-    *team = (Team){shape, threads, {(Code *)(at + scales), (float *)at}, at + scales + codes, own,
-                   widest, columns};
+    RoundedRows shared = {(Code *)(at + scales), (float *)at};
+    at += scales + codes;
+    *team = (Team){shape, threads, shared, (float *)at, at + floats, own, widest};
     return memory;
 }
 

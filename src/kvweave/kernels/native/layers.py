@@ -1,9 +1,8 @@
 """Whole layers in C: rows go through one, or through many, in a single call.
 
 The twin of what decoder.py does with products, norms, rotation and attention one by one, for
-float32 on a CPU. A layer is done here where all its products can be: rounded ones, and
-float32 ones for few rows; libraries are faster for many. But a model with rounded weights is done
-here throughout, so that a row gets the same whatever is computed beside it, to the last bit.
+float32 on a CPU, to the last bit. A layer is done here where it has the four products of a plain
+one; its weights are rounded or float32.
 
 Shapes: R rows, E hidden dim, L layers, S slots, Hq query heads, Hk KV heads, D head dim.
 """
@@ -127,20 +126,22 @@ class CompiledLayers:
         self._layers = layers
         self._sizes = sizes
         self._shape = ShapeFields(*sizes, sizes.dim**-0.5)
-        products = [each for layer in layers for each in _products(layer)]
-        self._is_rounded = any(isinstance(each, NativeProduct) for each in products)
-        # for few rows and for many: the layers, and which can be done here
-        self._tables: dict[bool, tuple[ctypes.Array[LayerFields], list[bool]]] = {}
+        self._table = (LayerFields * len(layers))()
+        self._fits: list[bool] = []
+        for i, layer in enumerate(layers):
+            fields = self._layer_fields(layer)
+            self._fits.append(fields is not None)
+            if fields is not None:
+                self._table[i] = fields
 
-    def fits(self, layer: int, num_rows: int) -> bool:
-        """Whether a layer can be done here for so many rows."""
-        return self._table(num_rows)[1][layer]
+    def fits(self, layer: int) -> bool:
+        """Whether a layer can be done here."""
+        return self._fits[layer]
 
-    def stretch(self, layer: int, num_rows: int) -> int:
+    def stretch(self, layer: int) -> int:
         """The end of the layers from `layer` on that can be done here; `layer` itself: none."""
-        fits = self._table(num_rows)[1]
         end = layer
-        while end < len(fits) and fits[end]:
+        while end < len(self._fits) and self._fits[end]:
             end += 1
         return end
 
@@ -149,7 +150,7 @@ class CompiledLayers:
         self._check(h, out, self._sizes.dim * (self._sizes.heads + 2 * self._sizes.kv_heads))
         self._done(
             self.library.begin_layer(
-                ctypes.addressof(self._shape), self._address(layer, len(h)), h.data_ptr(), len(h),
+                ctypes.addressof(self._shape), self._address(layer), h.data_ptr(), len(h),
                 out.data_ptr(), out.stride(0), torch.get_num_threads(),
             ), len(h)
         )  # fmt: skip
@@ -159,7 +160,7 @@ class CompiledLayers:
         self._check(h, attended, self._sizes.dim * self._sizes.heads)
         self._done(
             self.library.end_layer(
-                ctypes.addressof(self._shape), self._address(layer, len(h)), h.data_ptr(), len(h),
+                ctypes.addressof(self._shape), self._address(layer), h.data_ptr(), len(h),
                 attended.data_ptr(), attended.stride(0), torch.get_num_threads(),
             ), len(h)
         )  # fmt: skip
@@ -174,10 +175,11 @@ class CompiledLayers:
         if not (cos.is_contiguous() and sin.is_contiguous() and cos.dtype == torch.float32):
             raise ValueError("angles are float32, and lie side by side")
         self._check(h, h, sizes.hidden)
-        table, fits = self._table(len(h))
-        assert all(fits[layer] for layer in layers), "asked for layers that cannot be done here"
+        assert all(self._fits[layer] for layer in layers), (
+            "asked for layers that cannot be done here"
+        )
         given = PassFields(
-            ctypes.addressof(self._shape), ctypes.addressof(table), h.data_ptr(), len(h),
+            ctypes.addressof(self._shape), ctypes.addressof(self._table), h.data_ptr(), len(h),
             cos.data_ptr(), sin.data_ptr(), rows.positions.data_ptr(), rows.slots.data_ptr(),
             ctypes.addressof(rows.fields), len(rows.fields),
         )  # fmt: skip
@@ -198,29 +200,15 @@ class CompiledLayers:
         if failed:
             raise MemoryError(f"no memory for {num_rows} rows of a layer")
 
-    def _address(self, layer: int, num_rows: int) -> int:
-        table, fits = self._table(num_rows)
-        assert fits[layer], "asked for a layer that cannot be done here"
-        return ctypes.addressof(table) + layer * ctypes.sizeof(LayerFields)
+    def _address(self, layer: int) -> int:
+        assert self._fits[layer], "asked for a layer that cannot be done here"
+        return ctypes.addressof(self._table) + layer * ctypes.sizeof(LayerFields)
 
-    def _table(self, num_rows: int) -> tuple["ctypes.Array[LayerFields]", list[bool]]:
-        few = self._is_rounded or num_rows <= self.library.few_rows
-        found = self._tables.get(few)
-        if found is None:
-            table, fits = (LayerFields * len(self._layers))(), []
-            for i, layer in enumerate(self._layers):
-                fields = self._layer_fields(layer, few)
-                fits.append(fields is not None)
-                if fields is not None:
-                    table[i] = fields
-            found = self._tables[few] = (table, fits)
-        return found
-
-    def _layer_fields(self, layer: LayerParts, few: bool) -> LayerFields | None:
+    def _layer_fields(self, layer: LayerParts) -> LayerFields | None:
         products = _products(layer)
         if len(products) < 4 or self._sizes.dim > self.library.most_dim:
             return None
-        made = [_matrix(each, few) for each in products]
+        made = [_matrix(each) for each in products]
         norms = [layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm]
         if any(x is not None and (x.dtype != torch.float32 or not x.is_cpu) for x in norms):
             return None
@@ -235,11 +223,11 @@ def _products(layer: LayerParts) -> list[Projection]:
     return [each for each in every if each is not None]
 
 
-def _matrix(product: Projection, few: bool) -> MatrixFields | None:
+def _matrix(product: Projection) -> MatrixFields | None:
     """None: not one that can be multiplied here."""
     if isinstance(product, NativeProduct):
         return MatrixFields(product.address, 0, 0, product.in_dim, product.out_dim)
-    if not (few and isinstance(product, Linear)):
+    if not isinstance(product, Linear):
         return None
     weight, bias = product.weight, product.bias
     held = [weight] if bias is None else [weight, bias]

@@ -13,6 +13,7 @@ from kvweave.kernels.native.fields import (
     AttentionFields,
     ChangesFields,
     LayingFields,
+    MatrixFields,
     PassFields,
     PlacingFields,
     ShiftingFields,
@@ -39,6 +40,12 @@ class CompiledLibrary:
                 [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
                 _INT,
             )
+            matrix = ctypes.POINTER(MatrixFields)
+            self.multiply_floats = _declare(
+                held.kvw_multiply_floats,
+                [matrix, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT, _INT],
+                _INT,
+            )
             self.rms_norm = _declare(
                 held.kvw_rms_norm,
                 [_POINTER, _LONG, _POINTER, _FLOAT, _POINTER, _LONG, _LONG, _LONG, _INT],
@@ -54,8 +61,6 @@ class CompiledLibrary:
             self.attend_rows = _declare(held.kvw_attend_rows, [fields, _INT], _INT)
             # of a head, for attend_rows and layers
             self.most_dim: int = _declare(held.kvw_most_dim, [], _LONG)()
-            # up to which layers take float32 weights
-            self.few_rows: int = _declare(held.kvw_few_rows, [], _LONG)()
             rows = [_POINTER, _LONG, _POINTER, _LONG, _INT]
             self.begin_layer = _declare(held.kvw_begin_layer, [_POINTER, _POINTER, *rows], _INT)
             self.end_layer = _declare(held.kvw_end_layer, [_POINTER, _POINTER, *rows], _INT)

@@ -1,11 +1,12 @@
-"""Operators in C, for float32 on a CPU: attention, RMS norm, the gate of the MLP, the rotation.
+"""Operators in C, for float32 on a CPU: products with weights, attention, RMS norm, the gate of the
+MLP, the rotation.
 
 What a row gets does not depend on the rows beside it, nor on the threads, nor on where its keys
 lie, to the last bit. A call takes a few microseconds where PyTorch's operators take that for each
 of their steps: a decode step has hundreds of them.
 
 Shapes: R rows, N keys, H heads, Hq query heads, Hk KV heads, D head dim, E hidden dim, I inner
-dims.
+dims or dims of an input, O output dims.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvweave.kernels.native.fields import AttentionFields, HeldFields
+from kvweave.kernels.native.fields import AttentionFields, HeldFields, MatrixFields
 from kvweave.kernels.native.library import CompiledLibrary
 
 
@@ -60,6 +61,32 @@ def attend_rows(
     if library.attend_rows(fields, torch.get_num_threads()):
         raise MemoryError(f"no memory for attention over {num_keys} keys")
     return out
+
+
+def multiply_floats(
+    library: CompiledLibrary,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    *,
+    add: bool,
+) -> Tensor:
+    """Write x [R, I] times the weight [O, I], plus the bias [O], to y [R, O], or add it to y."""
+    out_dim, in_dim = weight.shape
+    if x.shape[1:] != (in_dim,) or y.shape != (len(x), out_dim):
+        raise ValueError(f"[R, {in_dim}] to [R, {out_dim}], not {x.shape}, {y.shape}")
+    if not weight.is_contiguous() or (bias is not None and bias.shape != (out_dim,)):
+        raise ValueError(f"a weight of {weight.shape} in one piece and a bias of as many channels")
+    at = 0 if bias is None else bias.data_ptr()
+    fields = MatrixFields(0, weight.data_ptr(), at, in_dim, out_dim)
+    failed = library.multiply_floats(
+        fields, x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), len(x), add,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory to multiply {len(x)} rows of {in_dim}")
+    return y
 
 
 def rms_norm(

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvweave.kernels.native.build import BuildError
 from kvweave.kernels.native.fields import ProductFields
 from kvweave.kernels.native.library import CompiledLibrary
+from kvweave.kernels.native.operators import multiply_floats
 from kvweave.kernels.rounded import RoundedWeight, round_weight
 
 MOST_COLUMNS = 65_000  # whose products cannot overflow a sum of 32 bits: 255 · 127 each
@@ -75,8 +76,9 @@ class NativeProduct:
 
 
 def check(library: CompiledLibrary) -> None:
-    """Raises BuildError where products come out wrong: every kind of tile, split dims, a bias, more
-    channels than a panel. Rows hold whole numbers up to 127, so that results are known exactly."""
+    """Raises BuildError where products come out wrong, in 8 bits or in float32: every kind of tile,
+    split dims, a bias, more channels than a panel. Rows hold whole numbers up to 127, so that
+    results are known exactly."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-127, 128, (53, 90), generator=generator)
     codes[:, 0] = 127  # makes every channel's scale 1
@@ -90,7 +92,10 @@ def check(library: CompiledLibrary) -> None:
     product = NativeProduct(round_weight(codes.float(), bias, parts), library)
     for num_rows in (1, 2, 3, 7, 31):
         found = product(x[:num_rows].float())
-        if not torch.allclose(found, right[:num_rows], rtol=1e-5, atol=1e-3):
+        floats = torch.empty(found.shape)
+        multiply_floats(library, x[:num_rows].float(), codes.float(), bias, floats, add=False)
+        is_right = torch.allclose(found, right[:num_rows], rtol=1e-5, atol=1e-3)
+        if not (is_right and torch.equal(floats, right[:num_rows])):
             raise BuildError(f"what was compiled multiplies {num_rows} rows wrongly; report this")
 
 

@@ -81,6 +81,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def writes_at_once(self) -> int:
+        """Writes that gain by being under way at the same time."""
+        ...
+
+    @property
     def best_read_bytes(self) -> int:
         """Smaller reads waste round trips: layers are read in runs of about this size."""
         ...

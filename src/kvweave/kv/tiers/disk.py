@@ -75,6 +75,7 @@ class DiskTier:
     remote: ClassVar[bool] = False
     # what a core reads and then checks out of its own cache; larger reads leave one of two threads
     # idle at the end of a chunk (bench/tiers/run.py)
+    writes_at_once: ClassVar[int] = 8  # each waits for the medium several times
     best_read_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, cfg: DiskTierConfig, *, sweep: bool = True) -> None:

@@ -50,6 +50,7 @@ class HostTier:
 
     durable: ClassVar[bool] = False
     remote: ClassVar[bool] = False
+    writes_at_once: ClassVar[int] = 1
     best_read_bytes: ClassVar[int] = 1 << 20
 
     def __init__(self, cfg: HostTierConfig) -> None:

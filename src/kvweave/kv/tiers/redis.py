@@ -23,6 +23,7 @@ class RedisTier:
 
     durable: ClassVar[bool] = False  # as durable as the server is set up to be, which we cannot see
     remote: ClassVar[bool] = True
+    writes_at_once: ClassVar[int] = 1
     best_read_bytes: ClassVar[int] = 1 << 20  # a round trip costs about as much as 100 KiB
 
     def __init__(self, cfg: RedisTierConfig) -> None:

@@ -28,6 +28,7 @@ class S3Tier:
 
     durable: ClassVar[bool] = True
     remote: ClassVar[bool] = True
+    writes_at_once: ClassVar[int] = 1
     best_read_bytes: ClassVar[int] = 4 << 20  # a request costs tens of milliseconds
 
     def __init__(self, cfg: S3TierConfig) -> None:

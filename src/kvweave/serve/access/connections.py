@@ -10,10 +10,20 @@ import asyncio
 import functools
 import json
 import logging
+import os
+import socket
 import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvweave.serve.access.held import (
+    ELSEWHERE,
+    MOST_TRIES,
+    PATHS,
+    HeldRequest,
+    ResumedTransport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,18 +56,35 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0  # that came since the parser last made something of them
         self._named_bytes = 0  # of a head, and its trailers, that the parser made something of
         self.idle_since_s = time.monotonic()
+        self._received: list[bytes] | None = None  # of the request under way; None: not kept
+        self._data = b""  # that is being parsed
+        self._has_other = False  # what is being parsed began with the end of another request
+        self._arrived_s = 0.0  # when the request under way began
+        self._resumed: HeldRequest | None = None  # the first request comes from another process
+
+    def resume(self, held: HeldRequest) -> None:
+        """Take the first request from `held`, once the connection is made: its bytes come before
+        what is read there."""
+        self._resumed = held
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self._resumed is not None and self._resumed.stream is not None:
+            transport = ResumedTransport(transport)  # type: ignore[assignment]
         super().connection_made(transport)
         if len(self.connections) > self._most and not self._close_another():
             transport.write(FULL % (len(WORDS), WORDS))
             transport.close()
             return
         self._wait_for_head()
+        if self._resumed is not None:
+            self.data_received(self._resumed.received)
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
+        self._data, before, self._has_other = data, self._received, False
         super().data_received(data)
+        if before is not None and before is self._received:
+            before.append(data)
         if self._head_bytes > LARGEST_HEAD and not self.transport.is_closing():
             self.send_400_response(TOO_LARGE)
         elif self.is_idle:
@@ -68,6 +95,15 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._named_bytes = 0
         super().on_message_begin()
+        held, self._resumed = self._resumed, None
+        self._arrived_s = time.monotonic() if held is None else held.arrived_s
+        if held is not None:
+            more = {"spent_s": time.monotonic() - held.arrived_s, "tries": held.tries}
+            self.scope["state"] |= more | ({} if held.stream is None else {"stream": held.stream})
+        # one behind another is not kept, nor behind the rest of one that was answered before all of
+        # it came: whoever reads these bytes again must find this request at their beginning
+        is_kept = self.is_idle and not self._has_other
+        self._received = [self._data] if is_kept else None
 
     def on_url(self, url: bytes) -> None:
         self._count(len(url))
@@ -81,19 +117,27 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         is_alone = self.is_idle
         super().on_headers_complete()
+        can_wait = self.scope["raw_path"] in PATHS and not any(
+            name == ELSEWHERE for name, _ in self.scope["headers"]
+        )
+        if not can_wait:
+            self._received = None
         if is_alone:
             self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
+        self._has_other = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
+        self._has_other = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self.idle_since_s = time.monotonic()
+        self._received = None
         if self.pipeline:
             self._running = self.pipeline[-1][0]  # it begins now
         super().on_response_complete()
@@ -109,6 +153,39 @@ class GuardedProtocol(HttpToolsProtocol):
     def is_idle(self) -> bool:
         """No request is under way on it."""
         return self.cycle is None or self.cycle.response_complete
+
+    def let_go(self) -> HeldRequest | None:
+        """Give the connection away with its request, if nothing of a reply is on it but the head of
+        a stream without an event, and no other engine was lost before. The route that would have
+        replied finds its client gone."""
+        cycle, received = self._running, self._received
+        if cycle is None or cycle.response_complete or self.pipeline or not received:
+            return None
+        state: dict[str, Any] = cycle.scope["state"]
+        stream = state.get("stream")
+        has_begun = state.get("has_begun", False) or (cycle.response_started and stream is None)
+        tries = state.get("tries", 0)
+        is_out = self.transport.is_closing() or self.transport.get_write_buffer_size() > 0
+        if has_begun or is_out or tries >= MOST_TRIES:
+            return None
+        try:
+            connection = socket.socket(
+                fileno=os.dup(self.transport.get_extra_info("socket").fileno())
+            )
+        except OSError as error:  # no file is left to be opened: the others go all the same
+            log.warning("a request was not passed on: %s", error)
+            return None
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self.connections.discard(self)
+        self.transport.abort()
+        return HeldRequest(
+            connection,
+            b"".join(received),
+            self._arrived_s,
+            tries + 1,
+            stream if cycle.response_started else None,
+        )
 
     def _close_another(self) -> bool:
         """Make room: the one that has been idle for longest goes."""

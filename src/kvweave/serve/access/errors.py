@@ -37,6 +37,7 @@ from kvweave.errors import (
     NoDeviceMemory,
     PromptTooLong,
     RequestError,
+    TierError,
     UpstreamError,
     UpstreamRefusal,
 )
@@ -74,6 +75,12 @@ REFUSALS: dict[type[Exception], Refusal] = {
     EngineClosed: Refusal(503, wait_s=5),  # nothing is wrong with the request: another server may
     NoDeviceMemory: Refusal(503, "no_device_memory", 5),
     UpstreamError: Refusal(503, wait_s=1),
+    TierError: Refusal(
+        503,
+        "shared_tier_failed",
+        5,
+        "a tier that servers share may still have chunk KV of what was deleted; send it again",
+    ),
     CorpusBusy: Refusal(
         409,
         "knowledge_base_busy",

@@ -59,6 +59,9 @@ class ServerMetrics:
         self._unprepared = count(
             "prepare_failures", "What failed before the server was ready, see the log"
         )
+        self._resumed = count(
+            "requests_resumed", "Requests of a process that was lost, begun again in this one"
+        )
         self._loops = count(
             "looping_answers", "Answers ended because they only repeated themselves"
         )
@@ -138,6 +141,9 @@ class ServerMetrics:
 
     def not_prepared(self) -> None:
         self._unprepared.inc()
+
+    def record_resumed(self) -> None:
+        self._resumed.inc()
 
     # ── the page ─────────────────────────────────────────────────────────────
 

@@ -303,7 +303,7 @@ class ChatFormat:
         self, model: ModelRef, request: ChatRequest, keep: Callable[[KeptAnswer], None]
     ) -> None:
         """`keep` hears of the first choice once it is finished."""
-        self._head = ReplyHead(
+        self.head = ReplyHead(
             "chat.completion.chunk", "chatcmpl", model.name, with_usage=request.with_usage
         )
         self._model = model.model
@@ -325,9 +325,9 @@ class ChatFormat:
         self._keep_answer(answers[0], jobs[0])
         wanted = self._request.explain
         return ChatReply(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
             choices=choices,
             usage=usage_of(answers[:1], answers),
             sources=sources_out(answers[0].sources) if self._is_over_chunks else None,
@@ -349,12 +349,12 @@ class ChatFormat:
             done = [answers[index] for index in range(len(jobs))]
             more["usage"] = usage_of(done[:1], done).model_dump()
         if more:
-            yield self._head.last(more)
+            yield self.head.last(more)
 
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
-        chunk, num_calls = self._head.chunk, 0
+        chunk, num_calls = self.head.chunk, 0
         yield chunk(index, {"delta": {"role": "assistant", "content": ""}})
         async for text, seen, calls in batches(job):
             if text or seen:
@@ -367,7 +367,7 @@ class ChatFormat:
         answers[index] = await job.mailbox.finish()
         if index == 0:
             self._keep_answer(answers[index], job)
-        end = self._head.end(index, {"delta": {}}, answers[index])
+        end = self.head.end(index, {"delta": {}}, answers[index])
         if index == 0 and self._is_over_chunks:
             end["sources"] = streamed_sources(answers[0].sources)
             end["nothing_found"] = answers[0].nothing_found
@@ -376,7 +376,7 @@ class ChatFormat:
 
     def _keep_answer(self, answer: Answer, job: AnswerJob) -> None:
         kb = self._request.kb
-        self._keep(KeptAnswer(self._head.id, self._model, kb, answer, job.queue_s))
+        self._keep(KeptAnswer(self.head.id, self._model, kb, answer, job.queue_s))
 
 
 def _message(answer: Answer) -> ReplyMessage:

@@ -64,7 +64,7 @@ def compare_routes(context: Context) -> APIRouter:
                 await comparison.begin()  # until here it can still be a 400
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED)
-        events = as_events(comparison.events(), HEARTBEAT_S)
+        events = as_events(comparison.events(), HEARTBEAT_S, comparison.current_wait)
         return EventStream(events, on_close=comparison.close)
 
     return routes
@@ -92,6 +92,10 @@ class Comparison:
         except BaseException:
             self.close()
             raise
+
+    def current_wait(self) -> Event | None:
+        """What the way that is being answered waits for, see `AnswerJob`."""
+        return self._jobs[-1].current_wait()
 
     def close(self) -> None:
         self._alarm.cancel()

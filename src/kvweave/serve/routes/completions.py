@@ -55,7 +55,7 @@ class CompletionFormat:
     """Puts the answers to one request into the wire format."""
 
     def __init__(self, model: str, request: CompletionRequest) -> None:
-        self._head = ReplyHead("text_completion", "cmpl", model, with_usage=request.with_usage)
+        self.head = ReplyHead("text_completion", "cmpl", model, with_usage=request.with_usage)
         self._request = request
 
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> CompletionReply:
@@ -70,9 +70,9 @@ class CompletionFormat:
             for index, answer in enumerate(answers)
         ]
         return CompletionReply(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
+            id=self.head.id,
+            created=self.head.created,
+            model=self.head.model,
             choices=choices,
             usage=usage_of(answers[:: self._request.n], answers),
             kv_transfer_params=self._transfer(answers),
@@ -90,7 +90,7 @@ class CompletionFormat:
         if (told := self._transfer(done)) is not None:
             more["kv_transfer_params"] = told.model_dump()
         if more:
-            yield self._head.last(more)
+            yield self.head.last(more)
 
     async def _choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
@@ -99,10 +99,10 @@ class CompletionFormat:
         async for text, seen, _ in batches(job):
             logprobs = self._logprobs(seen, offset)
             shown = None if logprobs is None else logprobs.model_dump()
-            yield self._head.chunk(index, {"text": text}, logprobs=shown)
+            yield self.head.chunk(index, {"text": text}, logprobs=shown)
             offset += sum(len(token.token) for token in seen)
         answers[index] = await job.mailbox.finish()
-        yield self._head.end(index, {"text": ""}, answers[index])
+        yield self.head.end(index, {"text": ""}, answers[index])
 
     def _transfer(self, answers: Sequence[Answer]) -> KVTransferOut | None:
         """What was done for the first prompt, where a gateway sent it."""

@@ -22,6 +22,7 @@ from kvweave.serve.uploads.quotas import TenantQuotas
 from kvweave.serve.uploads.reader import UploadReader
 from kvweave.serve.wire.base import NAME_PATTERN
 from kvweave.serve.workers.answer_pool import AnswerPool
+from kvweave.serve.workers.engine_watch import EngineTrial
 from kvweave.serve.workers.task_pool import TaskPool
 from kvweave.types import ChunkId
 
@@ -84,6 +85,7 @@ class Context:
     kept: KeptAnswers  # the last answers, for those who look closer
     page: PageConfig
     readiness: Readiness = field(default_factory=Readiness)
+    trial: EngineTrial = field(default_factory=EngineTrial)  # what a failure says of the engines
 
     @property
     def by_name(self) -> dict[str, LocalModel]:

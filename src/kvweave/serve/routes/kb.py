@@ -74,6 +74,13 @@ def kb_routes(context: Context) -> APIRouter:
         await context.write(request, name, libraries.set_order, tenant, name, order)
         return await context.run(request, _one_knowledge_base, libraries, tenant, name)
 
+    @routes.post("/{name}/prepare", status_code=202)
+    async def prepare(request: Request, name: str = Name) -> KnowledgeBaseOut:
+        """Make the chunk KV that it lacks now, beside answers, until nothing is left."""
+        tenant = tenant_of(request.scope)
+        await context.run(request, libraries.hurry_kv, tenant, name)
+        return await context.run(request, _one_knowledge_base, libraries, tenant, name)
+
     @routes.delete("/{name}")
     async def delete_knowledge_base(request: Request, name: str = Name) -> KnowledgeBaseRemoved:
         """Delete a knowledge base with all its documents and chunk KV."""

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvweave.reasons import Reason
 from kvweave.serve.access.api_keys import tenant_of
 from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.chat import ChatFormat, over_kb, read_chat
@@ -40,7 +41,13 @@ def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
         starts = read_chat(body, context, tenant)
         form = ChatFormat(asked, body, partial(context.kept.add, tenant))
         return await reply(
-            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
+            request,
+            answers,
+            starts,
+            form,
+            stream=body.stream,
+            within_s=limits.request_s,
+            on_failure=context.trial.judge,
         )
 
     async def completions(body: CompletionRequest, request: Request) -> object:
@@ -49,7 +56,13 @@ def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
         starts = read_completion(body, context, tenant_of(request.scope))
         form = CompletionFormat(asked.name, body)
         return await reply(
-            request, answers, starts, form, stream=body.stream, within_s=limits.request_s
+            request,
+            answers,
+            starts,
+            form,
+            stream=body.stream,
+            within_s=limits.request_s,
+            on_failure=context.trial.judge,
         )
 
     return (
@@ -65,12 +78,16 @@ def openai_routes(context: Context) -> APIRouter:
 
     def card(listed: ListedModel) -> ModelCard:
         is_model = listed.kind in ("model", "alias")
+        drawn = {each.model_name for each in weave.engines if each.runtime.is_random}
+        tiers = {each.model_name: each.document_tiers for each in weave.engines}
         return ModelCard(
             id=listed.name,
             created=started,
             kind=listed.kind,
             max_model_len=None if listed.model is None else weave.models().get(listed.model),
             kv_transfer=is_model and bool(weave.engines),
+            note=Reason.PERMITTED if listed.model in drawn else None,
+            kv_tiers=list(tiers.get(listed.model, ())) if is_model and listed.model else [],
         )
 
     @routes.get("/v1/models", responses=TASK_ERRORS)

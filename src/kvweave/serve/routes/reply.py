@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import Request, Response
@@ -26,6 +26,8 @@ CLIENT_CLOSED = 499  # its client is gone; it shows in logs
 class ReplyFormat(Protocol):
     """Puts the answers to one request into a wire format. On the event loop."""
 
+    @property
+    def head(self) -> "ReplyHead": ...
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
     def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]: ...
 
@@ -41,6 +43,11 @@ class ReplyHead:
         self.model = model
         self._kind = kind
         self._usage: Event = {"usage": None} if with_usage else {}
+
+    def resume(self, stream: tuple[str, int] | None) -> None:
+        """Go on with a stream that another process began, if one did: by its id and its time."""
+        if stream is not None:
+            self.id, self.created = stream
 
     def chunk(
         self,
@@ -78,11 +85,16 @@ async def reply(
     *,
     stream: bool,
     within_s: float,
+    on_failure: Callable[[Exception], Awaitable[None]],
 ) -> Response | BaseModel:
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
-    failure, too long a time, a server that stops."""
+    failure, too long a time, a server that stops. `on_failure` is awaited before a client hears of
+    one: the request may be given to another process instead."""
     jobs = pool.submit(starts, tenant_of(request.scope), piecewise=stream)
-    request.scope.setdefault("state", {})["jobs"] = jobs  # for the line in the log
+    state = request.scope.setdefault("state", {})
+    state["jobs"] = jobs  # for the line in the log
+    form.head.resume(state.get("stream"))
+    within_s -= state.get("spent_s", 0.0)  # in a process that is gone
     alarm = asyncio.get_running_loop().call_later(within_s, give_up, jobs, within_s)
     handed_over = False
 
@@ -98,14 +110,40 @@ async def reply(
             return form.whole(answers, jobs)
         with while_connected(request.receive):  # until here an unsound prompt can still be a 400
             await _all([job.mailbox.wait_until_open() for job in jobs])
-        events = EventStream(as_events(form.chunks(jobs), HEARTBEAT_S), on_close=close)
+        state["stream"] = (form.head.id, form.head.created)  # for whoever goes on with it
+        chunks = _note_first(form.chunks(jobs), state, on_failure)
+        events = EventStream(as_events(chunks, HEARTBEAT_S, jobs[0].current_wait), close)
         handed_over = True
         return events
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED)
+    except Exception as error:
+        try:
+            with while_connected(request.receive):
+                await on_failure(error)
+        except ClientGone:  # or another process has it
+            return Response(status_code=CLIENT_CLOSED)
+        raise
     finally:
         if not handed_over:
             close()
+
+
+async def _note_first(
+    chunks: AsyncIterator[Event],
+    state: dict[str, Any],
+    on_failure: Callable[[Exception], Awaitable[None]],
+) -> AsyncIterator[Event]:
+    """Pass chunks on and note in `state` when the first word of an answer goes out: from then on no
+    other process can begin it again."""
+    try:
+        async for chunk in chunks:
+            if any("role" not in choice.get("delta", {}) for choice in chunk["choices"]):
+                state["has_begun"] = True
+            yield chunk
+    except Exception as error:
+        await on_failure(error)
+        raise
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

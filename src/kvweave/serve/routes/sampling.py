@@ -73,6 +73,7 @@ def transfer_out(answer: Answer, forgotten: int = 0) -> KVTransferOut:
         computed=counts["computed"],
         why=None if record is None else record.why,
         forgotten=forgotten,
+        loaded=[] if record is None else record.loaded_starts,
     )
     return KVTransferOut(kvweave=told)
 

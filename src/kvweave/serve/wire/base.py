@@ -186,6 +186,8 @@ class TransferOut(Outgoing):
     computed: int
     why: str | None = None
     forgotten: int = 0  # chunks whose KV was deleted as it was asked
+    # first tokens of chunks whose KV came from a tier
+    loaded: list[int] = Field(default_factory=list)
 
 
 class KVTransferOut(Outgoing):

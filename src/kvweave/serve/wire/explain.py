@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from kvweave.app.answer.notes import UpstreamNote
+from kvweave.app.answer.notes import AnswerTimes, UpstreamNote
 from kvweave.app.weave import Answer, AnswerSource
 from kvweave.reasons import Reason
 from kvweave.serve.wire.base import Outgoing, Rounded, attribute
@@ -56,15 +56,16 @@ class DecisionOut(Outgoing):
 
 
 class Timeline(Outgoing):
-    """Where the time went, in milliseconds."""
+    """Where the time went, in milliseconds. The first five add up to `queue` and `total`."""
 
+    waiting: Rounded  # for others: `queue`, their turns, and their rows in the steps of this one
+    searching: Rounded  # for chunks
+    loading: Rounded  # stored KV
+    computing: Rounded  # the prompt. Through a gateway: all that the upstream took
+    answering: Rounded  # from the first token on
     queue: Rounded  # admitted, not begun
-    retrieve: Rounded
-    load: Rounded
-    select: Rounded
-    compute: Rounded
     first_token: Rounded  # from the begin of the work
-    total: Rounded
+    total: Rounded  # likewise
 
 
 class Explain(Outgoing):
@@ -139,8 +140,6 @@ def _explain_upstream(answer: Answer, note: UpstreamNote, queue_s: float) -> Exp
     if not tokens:
         why = Reason.UPSTREAM_SILENT
     computed = tokens.get("computed", num_tokens) + tokens.get("recomputed", 0)
-    retrieve_ms = note.retrieve_ms
-    times = {"retrieve": retrieve_ms, "compute": answer.ttft_ms - retrieve_ms}
     return Explain(
         strategy=strategy_of(answer),
         ratio=float(report.get("ratio", 0.0)),
@@ -158,7 +157,7 @@ def _explain_upstream(answer: Answer, note: UpstreamNote, queue_s: float) -> Exp
         decision=None,
         speculation=None if answer.speculation is None else answer.speculation.document(),
         upstream=note.document(),
-        timeline_ms=_timeline(answer, queue_s, **times),
+        timeline_ms=_timeline(answer, queue_s),
     )
 
 
@@ -187,19 +186,21 @@ def _decision(answer: Answer) -> DecisionOut | None:
     )
 
 
-def _timeline(answer: Answer, queue_s: float, **times: float) -> Timeline:
-    stages = None if answer.explain is None else answer.explain.stages
-    usual = {
-        "retrieve": stages.retrieve if stages else 0.0,
-        "load": stages.load if stages else 0.0,
-        "select": stages.select if stages else 0.0,
-        "compute": stages.compute if stages else answer.ttft_ms,
-    }
+def _timeline(answer: Answer, queue_s: float) -> Timeline:
+    times = answer.times
+    if times is None:  # an upstream computed it, or there was nothing to compute
+        prompt_s, end_s = answer.ttft_ms / 1e3, (answer.total_ms - answer.ttft_ms) / 1e3
+        search_s = prompt_s if answer.upstream is None else answer.upstream.retrieve_ms / 1e3
+        times = AnswerTimes(0.0, search_s, 0.0, prompt_s - search_s, end_s)
     return Timeline(
+        waiting=(queue_s + times.waiting_s) * 1e3,
+        searching=times.searching_s * 1e3,
+        loading=times.loading_s * 1e3,
+        computing=times.computing_s * 1e3,
+        answering=times.answering_s * 1e3,
         queue=queue_s * 1e3,
         first_token=answer.ttft_ms,
         total=answer.total_ms,
-        **(usual | times),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from kvweave.app.libraries.libraries import LONGEST_TITLE, check_metadata
+from kvweave.app.libraries.libraries import LONGEST_TITLE, KVState, check_metadata
 from kvweave.app.libraries.library_browser import section_title
 from kvweave.errors import RequestError
 from kvweave.serve.access.errors import without_paths
@@ -61,16 +61,30 @@ def _without_paths(why: str | None) -> str | None:
     return without_paths(why or "") or None
 
 
+class CalibrationOut(Outgoing):  # made of an EvidenceState
+    """How far a model is that nobody calibrated, whose documents are asked about themselves."""
+
+    state: Literal["measuring", "open", "shut"]  # open: answers are fused
+    asked: int  # questions so far
+    most: int  # that are asked, unless it ends early
+    strategy: str | None  # that may be used so far, at the least ratio; null: none
+    ratio: float | None
+    why: str  # it is shut
+
+
 class KVOut(Outgoing):  # made of a KVProgress
     """How far the chunk KV is that is made in the background."""
 
-    state: Literal["off", "making", "ready", "full", "failed", "unused"]
+    state: KVState
     chunks_done: int
     chunks_total: int
     chunks_in_front: int  # that have a front copy as well
-    bytes: Annotated[int, attribute("num_bytes")]
+    bytes: Annotated[int, attribute("num_bytes")]  # 0: not known, or none
     eta_s: Tenths | None  # until the rest is there; null: not known, or nothing is made
-    why: Annotated[str | None, BeforeValidator(_without_paths)] = None  # nothing more can be made
+    hurried: bool  # it is made beside answers, with half of the time
+    # what could be done about it
+    why: Annotated[str | None, BeforeValidator(_without_paths)] = None
+    calibration: CalibrationOut | None = None  # null: the model was calibrated, or nobody asks
 
 
 class KnowledgeBaseOut(Outgoing):

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvweave.serve.wire.base import Incoming, Outgoing, Text, at_most
@@ -18,6 +18,9 @@ class ModelCard(Outgoing):
     # tokens of prompt and answer together, by the name other servers use; null: not known
     max_model_len: int | None
     kv_transfer: bool = False  # extension; takes `kv_transfer_params`
+    note: str | None = None  # extension; what who asks it must know: that its weights are random
+    # extension; tiers that keep chunk KV of such prompts; empty: none is kept
+    kv_tiers: list[str] = Field(default_factory=list)
 
 
 class ModelList(Outgoing):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from kvweave.serve.access.errors import as_api_error, error_body
 DONE = "data: [DONE]\n\n"
 HEARTBEAT = ": still at it\n\n"  # a comment: clients pass it over
 HEARTBEAT_S = 10.0
+LOOK_S = 0.5  # between two looks at what a silent stream is at
 MOST_AHEAD = 16  # events that wait for a slow client; what comes then waits as pieces, and merges
 
 
@@ -47,11 +49,16 @@ class EventStream(StreamingResponse):
 
 
 async def as_events(
-    chunks: AsyncIterator[dict[str, Any]], heartbeat_s: float | None = None
+    chunks: AsyncIterator[dict[str, Any]],
+    heartbeat_s: float | None = None,
+    current_wait: Callable[[], dict[str, Any] | None] = lambda: None,
 ) -> AsyncIterator[str]:
     """Chunks as events, those that are there at the same time in one text: each text is a write
     here and a read there. The status has been sent, so a failure is an event too, and the last. A
-    comment goes out where there was none for `heartbeat_s`: proxies cut what is silent."""
+    comment goes out where there was none for `heartbeat_s`: proxies cut what is silent. One also
+    says in JSON what a silent stream is at, by `current_wait`, whenever that has changed."""
+    pause_s = None if heartbeat_s is None else min(heartbeat_s, LOOK_S)
+    said, heard_s = None, time.monotonic()
     events: list[str] = []
     news, room = asyncio.Event(), asyncio.Event()
 
@@ -72,11 +79,16 @@ async def as_events(
     try:
         while events or not collecting.done():
             try:
-                async with asyncio.timeout(heartbeat_s):
+                async with asyncio.timeout(pause_s):
                     await news.wait()
             except TimeoutError:
-                yield HEARTBEAT
+                now = current_wait()
+                is_new = now is not None and now != said
+                if is_new or time.monotonic() - heard_s >= (heartbeat_s or 0.0):
+                    said, heard_s = now, time.monotonic()
+                    yield f": {_json(now)}\n\n" if is_new else HEARTBEAT
                 continue
+            heard_s = time.monotonic()
             news.clear()
             text = "".join(events)
             events.clear()
@@ -87,4 +99,8 @@ async def as_events(
 
 
 def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_json(document)}\n\n"
+
+
+def _json(document: Any) -> str:
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))

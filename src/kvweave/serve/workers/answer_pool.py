@@ -80,6 +80,11 @@ class AnswerJob:
         if why is not None or never_began:
             self.mailbox.fail(why or _stopped_error())
 
+    def current_wait(self) -> dict[str, str | int] | None:
+        """What its first token waits for, for JSON; None: not known. Any thread."""
+        wait = None if self._answering is None else self._answering.current_wait()
+        return None if wait is None else wait._asdict()
+
     def _work(self) -> str:
         """Compute on a worker thread; return which of PoolCounts this was."""
         outcome, answer = "failed", None

@@ -60,11 +60,11 @@ export async function remove(path) {
   return (await call("DELETE", path)).json();
 }
 
-/** Events of a POST, as they come. An event with `error` is thrown. */
-export async function* stream(path, { body, form, signal } = {}) {
+/** Events of a POST, as they come. An event with `error` is thrown. `hear`: see `readEvents`. */
+export async function* stream(path, { body, form, signal, hear } = {}) {
   const response = await call("POST", path, { body, form, signal, accept: "text/event-stream" });
   try {
-    for await (const event of readEvents(response.body)) {
+    for await (const event of readEvents(response.body, hear)) {
       if (event.error) throw new ApiError(event.error.message, 500, event.error.code);
       yield event;
     }

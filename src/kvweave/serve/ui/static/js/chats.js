@@ -1,10 +1,12 @@
 // A chat that goes on while its page is not shown: messages, the answer under way, stop, retry.
 import { stream } from "./api.js";
 import { load, newId, save } from "./conversations.js";
+import { timesOf } from "./format.js";
 import { currentModel, namedModel, settings } from "./session.js";
 import { makeStore } from "./store.js";
 import { announce } from "./widgets/announce.js";
 import { chosenOptions } from "./widgets/option_fields.js";
+import { stageOf } from "./widgets/times_bar.js";
 
 const chats = new Map();
 const DRAWN_EACH_MS = 40;
@@ -53,7 +55,8 @@ function makeChat(id) {
     const before = store.get().messages.slice(0, at);
     const question = { role: "user", content: text };
     const answer = { role: "assistant", content: "",
-      meta: { kb, ...namedModel(), dial: currentDial()?.name, state: "waiting" } };
+      meta: { kb, ...namedModel(), dial: currentDial()?.name, state: "waiting",
+        stage: stageOf({ name: kb ? "searching" : "sending" }) } };
     const title = store.get().title || text.trim().replace(/\s+/g, " ").slice(0, LONGEST_TITLE);
     change({ messages: [...before, question, answer], busy: true, title, kb, error: null });
     control = new AbortController();
@@ -75,8 +78,14 @@ function makeChat(id) {
         { ...answer, meta: { ...answer.meta } }] }));
     };
     const asked = performance.now();
+    const hear = (stage) => {
+      answer.meta.stage = stageOf(stage, answer.meta.stage);
+      draw(true);
+    };
     try {
-      for await (const event of stream("v1/chat/completions", { body, signal: control.signal })) {
+      for await (const event of stream("v1/chat/completions",
+        { body, signal: control.signal, hear })) {
+        if (!answer.meta.answer) hear({ name: "waiting", others: 0 }); // its search is over
         answer.meta.answer = event.id;
         const choice = event.choices[0];
         if (choice?.delta?.content) {
@@ -96,6 +105,7 @@ function makeChat(id) {
       if (error.name !== "AbortError") answer.meta.error = error.message;
       if (error.status === 0) answer.meta.cut = true;
     }
+    delete answer.meta.stage;
     draw(true);
   }
 
@@ -113,7 +123,7 @@ function summary({ explain, sources, usage }) {
   if (sources) kept.sources = sources;
   if (usage) kept.completion_tokens = usage.completion_tokens;
   if (explain) {
-    kept.ttft_ms = explain.timeline_ms.queue + explain.timeline_ms.first_token;
+    kept.times = timesOf(explain.timeline_ms);
     kept.full_ms = explain.full_ms ?? null;
     kept.tokens = explain.tokens;
     kept.strategy = explain.strategy;

@@ -15,6 +15,23 @@ export function ms(value) {
   return `${Math.round(value / 60_000)} min`;
 }
 
+/** "12 min", of seconds that nobody counts one by one. */
+export function roughly(seconds) {
+  if (seconds < 60) return `${Math.max(5, Math.round(seconds / 5) * 5)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+export const PARTS = ["waiting", "searching", "loading", "computing", "answering"];
+/** Where the time of an answer went, in milliseconds: its parts; `prompt`, what loading and
+ * computing took, is what a full prefill compares with: no waiting is on either side. */
+export const timesOf = (timeline) => ({
+  ...Object.fromEntries(PARTS.map((name) => [name, timeline[name]])),
+  prompt: timeline.loading + timeline.computing, first: timeline.queue + timeline.first_token });
+/** How many times sooner a prompt was ready than a full prefill, both without waiting; null: it
+ * was not, or not because of the cache. */
+export const soonerBy = (times, full, tokens) => (
+  full > times.prompt * 1.05 && hasSaved(tokens) ? full / times.prompt : null);
+
 export function bytes(value) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

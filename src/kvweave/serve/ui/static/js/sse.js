@@ -1,7 +1,8 @@
 // Server-sent events of a fetch: an EventSource can neither POST nor send a key.
 
-/** Parsed JSON of each event. Returns after [DONE]; throws Cut if the stream ends before it. */
-export async function* readEvents(body) {
+/** Parsed JSON of each event. Returns after [DONE]; throws Cut if the stream ends before it. `hear`
+ * is called with what a comment says, where that is JSON: what the server is at. */
+export async function* readEvents(body, hear = () => {}) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
   let rest = "";
@@ -12,6 +13,7 @@ export async function* readEvents(body) {
       const blocks = rest.split(/\r?\n\r?\n/);
       rest = blocks.pop();
       for (const block of blocks) {
+        if (block.startsWith(": {")) hear(JSON.parse(block.slice(2)));
         const data = dataOf(block);
         if (data === "[DONE]") return;
         if (data !== "") yield JSON.parse(data);

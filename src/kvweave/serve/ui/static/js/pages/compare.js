@@ -2,7 +2,7 @@
 import { changeText, cls, html } from "../html.js";
 import { stream } from "../api.js";
 import { marked } from "../diff.js";
-import { count, hasSaved, ms, nats, times, wayWords } from "../format.js";
+import { count, ms, nats, soonerBy, times, timesOf, wayWords } from "../format.js";
 import { drawMarkdown } from "../markdown.js";
 import { link } from "../router.js";
 import { namedModel, settings, useModel } from "../session.js";
@@ -12,12 +12,13 @@ import { Icon } from "../widgets/icons.js";
 import { KbPicker } from "../widgets/kb_picker.js";
 import { ModelPicker } from "../widgets/model_picker.js";
 import { Empty, Failure } from "../widgets/states.js";
+import { stageOf, TimesBar, Waiting } from "../widgets/times_bar.js";
 import { TokensBar } from "../widgets/tokens_bar.js";
 
 /** Kept while other pages are shown. ways: [{ reuse, ratio, text, done, quality }], answered by
  * `model`, where there are several. */
 const state = makeStore({ question: "", chosen: ["full", "auto", "reuse"], ratios: {}, ways: null,
-  model: null, busy: false, error: null });
+  model: null, busy: false, stage: null, error: null });
 const change = (part) => state.set((was) => ({ ...was, ...part }));
 const changeWay = (at, part) => state.set((was) => (
   { ...was, ways: was.ways.map((way, i) => (i === at
@@ -31,12 +32,14 @@ async function run() {
   const ways = chosen.map((reuse) => (ratios[reuse] ? { reuse, ratio: ratios[reuse] } : { reuse }));
   const { model } = namedModel();
   change({ ways: ways.map((way) => ({ ...way, text: "", done: null, quality: null })), model,
-    busy: true, error: null });
+    busy: true, stage: null, error: null });
   control = new AbortController();
   const body = { messages: [{ role: "user", content: question.trim() }], model, kb, ways,
     max_tokens: 200, ...(k ? { k } : {}) };
   try {
-    for await (const event of stream("v1/compare", { body, signal: control.signal })) {
+    const hear = (stage) => change({ stage: stageOf(stage, state.get().stage) });
+    for await (const event of stream("v1/compare", { body, signal: control.signal, hear })) {
+      if (event.done) change({ stage: null });
       if (event.delta !== undefined) changeWay(event.way,
         (way) => ({ text: way.text + event.delta }));
       if (event.done) changeWay(event.way, { done: event.done,
@@ -51,7 +54,7 @@ async function run() {
 }
 
 export function Compare() {
-  const { question, chosen, ways, model, busy, error } = useStore(state);
+  const { question, chosen, ways, model, busy, stage, error } = useStore(state);
   const { kb } = useStore(settings);
   const submit = (event) => { event.preventDefault(); run(); };
   return html`<div class="page stack wide"><header class="page-head"><div>
@@ -73,7 +76,7 @@ export function Compare() {
       ${!kb && html`<p class="small warn-text">Comparing needs passages: <a
         href=${link("documents")}>make a knowledge base</a> first.</p>`}</form>
     ${error && html`<${Failure} error=${error} what="The comparison failed" retry=${run} />`}
-    ${ways ? html`<${Outcome} ways=${ways} model=${model} busy=${busy} />`
+    ${ways ? html`<${Outcome} ways=${ways} model=${model} busy=${busy} stage=${stage} />`
       : html`<${Empty} icon="compare" title="Full prefill beside reuse">
       <p>Each way shows its answer, how soon its first word came, how much of the prompt it
         computed, and how far the model's choice of words moved from full prefill, measured on the
@@ -110,10 +113,12 @@ function Ways() {
     <${Icon} name="plus" />Add a way</button>`}`;
 }
 
-function Outcome({ ways, model, busy }) {
+function Outcome({ ways, model, busy, stage }) {
   const base = ways.find((way) => way.reuse === "full") ?? ways[0];
-  const slowest = Math.max(...ways.map((way) => way.done?.ttft_ms ?? 0));
-  const full = ways.find((way) => way.reuse === "full")?.done?.ttft_ms;
+  // loading and computing alone: each way may have waited for other people's answers
+  const timed = ways.map((way) => way.done && timesOf(way.done.explain.timeline_ms));
+  const slowest = Math.max(...timed.map((each) => each?.prompt ?? 0));
+  const full = timed[ways.findIndex((way) => way.reuse === "full")]?.prompt;
   const current = ways.findIndex((way) => !way.done);
   return html`<div class="ways">${ways.map((way, at) => html`<section
     class=${cls("card way", busy && at === current && "now")}
@@ -121,16 +126,18 @@ function Outcome({ ways, model, busy }) {
     <header><h2>${wayWords(way.reuse, way.ratio)}</h2>
       ${way.done?.explain && way.done.explain.strategy !== way.reuse && html`<span class="chip">
       ${wayWords(way.done.explain.strategy, way.done.explain.ratio)}</span>`}</header>
-    <div class="way-time"><p class="num">${way.done ? html`<strong class="huge">
-      ${ms(way.done.ttft_ms)}</strong> <span class="small quiet">to the first token</span> ${full
-      && way.done.explain && hasSaved(way.done.explain.tokens) && way.done.ttft_ms < full ? html`<span class="chip good">
-      ${times(full / way.done.ttft_ms)} sooner</span>` : null}`
+    <div class="way-time"><div class="num">${way.done ? html`<strong class="huge">
+      ${ms(timed[at].prompt)}</strong> <span class="small quiet">loading and computing</span> ${full
+      && soonerBy(timed[at], full, way.done.explain.tokens) ? html`<span class="chip good">
+      ${times(full / timed[at].prompt)} sooner</span>` : null}`
+      : busy && at === current && stage && !way.text
+      ? html`<${Waiting} stage=${stage} kb=${true} />`
       : html`<span class="small faint" role="status">
       ${busy && at === current ? (way.text ? "answering …" : "prefilling …") : busy
-      ? "waiting for its turn" : "not run"}</span>`}</p>
+      ? "waiting for its turn" : "not run"}</span>`}</div>
       <div class="bar thick"><span class=${way.reuse === "full" ? "plain-bar" : ""}
-        style=${{ width: `${slowest && way.done ? (100 * way.done.ttft_ms) / slowest : 0}%` }}>
-        </span></div></div>
+        style=${{ width: `${slowest && way.done ? (100 * timed[at].prompt) / slowest : 0}%` }}>
+        </span></div>${way.done && html`<${TimesBar} times=${timed[at]} />`}</div>
     <div class="way-answer md">${way === base || !base.done ? drawMarkdown(way.text)
       : drawMarked(way.text, base.text)}</div>
     ${way.done && html`<${Facts} way=${way} isBase=${way === base} />`}</section>`)}</div>

@@ -1,13 +1,14 @@
 // Details of an answer: its passages, every token, a replay through the layers, its time and price.
 import { cls, html, useEffect, useMemo, useRef, useState } from "../html.js";
 import { useResource } from "../api.js";
-import { ago, bytes, count, hasSaved, ms, nats, percent, plural, times, wayWords } from "../format.js";
+import { ago, bytes, count, ms, nats, percent, plural, timesOf, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { Gantt } from "../widgets/gantt.js";
 import { Icon } from "../widgets/icons.js";
-import { score } from "../widgets/messages.js";
+import { Beside, score } from "../widgets/messages.js";
 import { Empty, Failure, Loading } from "../widgets/states.js";
+import { TimesBar } from "../widgets/times_bar.js";
 import { STATES, STATE_WORDS, TokensBar } from "../widgets/tokens_bar.js";
 import { stateName, TokenView } from "../widgets/token_view.js";
 
@@ -72,7 +73,7 @@ function Answer({ answer }) {
       <div class="figures stack"><${Figures} answer=${answer} />
         <section class="card"><h2>Timeline</h2>
           ${answer.timeline.length ? html`<${Gantt} timeline=${answer.timeline}
-          firstTokenMs=${explain.timeline_ms.queue + explain.timeline_ms.first_token} />`
+          firstTokenMs=${timesOf(explain.timeline_ms).first} />`
           : html`<p class="small faint">No times were kept.</p>`}</section>
         ${answer.layers.length > 0 && html`<section class="card"><h2>Layer by layer</h2>
           <${Layers} layers=${answer.layers} at=${step === null ? null : steps[step].layer} />
@@ -270,30 +271,28 @@ function Figures({ answer }) {
   const { explain } = answer;
   const all = Object.values(explain.tokens).reduce((a, b) => a + b, 0);
   const computed = explain.tokens.recomputed + explain.tokens.computed;
-  const took = explain.timeline_ms.queue + explain.timeline_ms.first_token;
+  const times = timesOf(explain.timeline_ms);
   const full = explain.full_ms;
-  const most = Math.max(took, full ?? 0);
   const loaded = Object.entries(explain.loaded_bytes ?? {});
   return html`<section class="card stack" aria-labelledby="figures-title">
     <h2 id="figures-title">This answer beside a full prefill</h2>
     <table class="beside num"><thead><tr><td></td><th class="end">
       ${wayWords(explain.strategy, explain.ratio)}</th>
       <th class="end">full prefill</th></tr></thead><tbody>
-      <tr><th scope="row">First token</th><td class="end"><strong>${ms(took)}</strong></td>
+      <tr><th scope="row">Loading and computing</th><td class="end"><strong>
+        ${ms(times.prompt)}</strong></td>
         <td class="end">${full ? html`≈ ${ms(full)} <span class="faint">estimate</span>`
         : html`<span class="faint">not measured</span>`}</td></tr>
       <tr><th scope="row">Tokens computed</th><td class="end">${count(computed)}</td>
         <td class="end">${count(all)}</td></tr>
       <tr><th scope="row">Work, all layers</th><td class="end">${percent(explain.work)}</td>
         <td class="end">100 %</td></tr></tbody></table>
-    ${full && html`<div class="timing-bars tall" role="img"
-      aria-label=${`${ms(took)} against an estimated ${ms(full)}`}>
-      <span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>
-      <span style=${{ width: `${(100 * full) / most}%` }}></span></div>
-      ${hasSaved(explain.tokens) && full > took * 1.05 && html`<p class="small"><span class="chip good">
-        ${times(full / took)} sooner</span></p>`}`}
+    <div class="timing-rows tiny faint num"><${Beside} times=${times} full=${full}
+      tokens=${explain.tokens} /></div>
     <${TokensBar} tokens=${explain.tokens} legend=${true} />
+    <h3>Where its time went</h3><${TimesBar} times=${times} />
     <dl class="facts small num">
+      <dt>First token</dt><dd>${ms(times.first)} after it was asked</dd>
       ${explain.decision && html`<dt>Price by the plan</dt><dd>
         ${ms(explain.decision.predicted_ms)}, took ${ms(explain.decision.actual_ms)}</dd>`}
       <dt>Loaded</dt><dd>${loaded.length ? loaded.map(
@@ -302,7 +301,7 @@ function Figures({ answer }) {
       ${explain.way && html`<dt>Prefill</dt><dd>${explain.way}</dd>`}
       ${explain.left_out > 0 && html`<dt>Left out</dt><dd>
         ${plural(explain.left_out, "passage")} that the history holds</dd>`}
-      <dt>Whole answer</dt><dd>${ms(explain.timeline_ms.total)}</dd>
+      <dt>Whole answer</dt><dd>${ms(explain.timeline_ms.queue + explain.timeline_ms.total)}</dd>
       ${explain.audit && html`<dt>Audit</dt><dd>${auditWords(explain.audit)}</dd>`}</dl>
     ${explain.why && html`<p class="small notice">${explain.why}</p>`}
     <p class="small"><a href=${link("cache")}>Cache and memory in detail</a></p></section>`;

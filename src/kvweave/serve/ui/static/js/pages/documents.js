@@ -1,7 +1,7 @@
 // Documents: bring in, look through, search, delete.
 import { html, useEffect, useState } from "../html.js";
 import { get, kbPath, post, remove, useResource } from "../api.js";
-import { ago, bytes, count, percent, plural } from "../format.js";
+import { ago, bytes, count, percent, plural, roughly } from "../format.js";
 import { go, link, replace } from "../router.js";
 import { info, settings, setSetting } from "../session.js";
 import { useStore } from "../store.js";
@@ -79,7 +79,8 @@ function NameForm({ kbs, label, action, done }) {
 
 const KV_WORDS = { ready: ["good", "KV ready"], making: ["accent", "making KV"],
   full: ["warn", "KV: tier full"], failed: ["bad", "KV failed"], off: ["", "KV not made"],
-  unused: ["", "KV not used"], part: ["accent", "part"], none: ["", "none"] };
+  on_demand: ["accent", "KV made when asked for"], unused: ["", "KV not used"],
+  part: ["accent", "part"], none: ["", "none"] };
 
 function Tabs({ kbs, kb }) {
   return html`<nav class="tabs" aria-label="Knowledge bases"><ul class="plain">
@@ -118,7 +119,7 @@ function KnowledgeBase({ kb, isNew }) {
   return html`<div class="stack wide"><${UploadBox} kb=${kb} done=${changed} />
     ${failure && html`<${Failure} error=${failure} what="Not deleted" />`}
     ${!isNew && html`<${Fetched} resource=${head} what="the knowledge base" lines=${2}>
-      ${(data) => html`<${KvState} data=${data} />`}<//>
+      ${(data) => html`<${KvState} kb=${kb} data=${data} reload=${head.reload} />`}<//>
     <${Search} kb=${kb} found=${found} setFound=${setFound} />
     ${found === null && html`<${DocumentList} kb=${kb} version=${version} changed=${changed} />
       <${Hottest} kb=${kb} />`}
@@ -130,7 +131,7 @@ function KnowledgeBase({ kb, isNew }) {
         undone.</p><//>`}</div>`;
 }
 
-function KvState({ data }) {
+function KvState({ kb, data, reload }) {
   const { kv } = data;
   const [tone, words] = KV_WORDS[kv.state] ?? ["", kv.state];
   const share = kv.chunks_total ? kv.chunks_done / kv.chunks_total : 0;
@@ -140,15 +141,54 @@ function KvState({ data }) {
     </dd></div></dl>
     <div class="stack tight"><p class="row small"><span class=${`chip ${tone}`}>${words}</span>
       <span class="num quiet">${count(kv.chunks_done)} of ${plural(kv.chunks_total,
-      "chunk")} (${percent(share)})${kv.eta_s ? `, about ${Math.ceil(kv.eta_s)} s left` : ""}
+      "chunk")} (${percent(share)})${kv.eta_s ? `, about ${roughly(kv.eta_s)} left` : ""}
       </span></p>
       <div class="bar" role="progressbar" aria-label="Chunks with KV" aria-valuemin="0"
         aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span class="reused" style=${{ width: `${share * 100}%` }}></span></div>
+      ${kv.state === "making" && html`<${Prepare} kb=${kb} kv=${kv} reload=${reload} />`}
+      ${kv.calibration && html`<p class="tiny quiet">${calibrationWords(kv.calibration)}</p>`}
       ${(kv.why || kv.chunks_in_front > 0) && html`<details class="more tiny quiet">
         <summary>More</summary>${kv.chunks_in_front > 0 && html`<p>${plural(kv.chunks_in_front,
         "chunk")} stored a second time, for prompts in which they stand first: exact there.</p>`}
         ${kv.why && html`<p>${kv.why}</p>`}</details>`}</div></section>`;
+}
+
+/** What a model that nobody calibrated has found out on these documents so far. */
+function calibrationWords({ state, asked, most, strategy, ratio, why }) {
+  if (state === "measuring") {
+    return `Nobody calibrated this model. In idle moments it finds out on these documents how far `
+      + `reuse may go: ${count(asked)} of up to ${count(most)} questions. Until then answers reuse `
+      + "what is exact.";
+  }
+  return state === "open"
+    ? `${count(asked)} questions of these documents: ${strategy} may be used from `
+      + `${percent(ratio)} recomputed on.`
+    : `${count(asked)} questions of these documents: only what is exact is reused, because ${why}.`;
+}
+
+const PREPARING = "Half of the machine's time goes into it until it is done; answers meanwhile are slower.";
+const PREPARED_BESIDE = "It is made in idle moments, and a little beside answers. Until a passage "
+  + "has its KV, answers compute it.";
+
+/** How the KV that is missing comes, and how it comes sooner. */
+function Prepare({ kb, kv, reload }) {
+  const [error, setError] = useState(null);
+  const hurry = async () => {
+    try {
+      await post(kbPath(kb, "prepare"));
+      announce(`The KV of ${kb} is made now.`);
+      setError(null);
+      reload();
+    } catch (failed) {
+      setError(failed);
+    }
+  };
+  return html`<div class="row between prepare"><p class="tiny quiet">
+    ${kv.hurried ? PREPARING : PREPARED_BESIDE}</p>
+    ${!kv.hurried && html`<button class="small" onClick=${hurry}>
+      <${Icon} name="play" />Prepare now</button>`}</div>
+    ${error && html`<${Failure} error=${error} what="Not begun" />`}`;
 }
 
 function Search({ kb, found, setFound }) {

@@ -5,6 +5,8 @@ import { ms } from "../format.js";
 const COLOURS = { search: "exact", guess: "recomputed", load: "reused", queue: "",
   probe: "recomputed", select: "recomputed", recompute: "computed", compute: "computed",
   prefill: "computed", decode: "fresh" };
+const WORDS = { queue: "waiting", search: "searching", load: "loading", compute: "computing",
+  decode: "answering" };
 
 /** `firstTokenMs`: what is behind it is shown on demand, or it would flatten the rest. */
 export function Gantt({ timeline, firstTokenMs }) {
@@ -17,10 +19,11 @@ export function Gantt({ timeline, firstTokenMs }) {
   return html`<figure class="gantt"><figcaption class="row between">
     <span class="tiny faint">milliseconds since the request arrived</span>
       ${canCut && html`<button class="small" aria-pressed=${whole}
-        onClick=${() => setWhole(!whole)}>${whole ? "To the first token" : "With decoding"}
+        onClick=${() => setWhole(!whole)}>${whole ? "To the first token" : "With answering"}
         </button>`}</figcaption>
     <div class="gantt-rows" aria-hidden="true">
-      ${lanes.map((lane) => html`<div class="gantt-row"><span class="tiny quiet cut">${lane}</span>
+      ${lanes.map((lane) => html`<div class="gantt-row"><span class="tiny quiet cut">
+        ${WORDS[lane] ?? lane}</span>
       <div class="track">
       ${timeline.filter((each) => each.lane === lane
         && each.start_ms < end).map((each) => html`<span class=${`span ${COLOURS[lane] ?? ""}`}
@@ -37,7 +40,7 @@ export function Gantt({ timeline, firstTokenMs }) {
       <div class="scroll-x" tabindex="0" role="group" aria-label="Timeline"><table><thead><tr>
       <th>Lane</th><th>What</th><th class="end">From</th><th class="end">To</th>
       <th class="end">Took</th></tr></thead>
-      <tbody>${timeline.map((each) => html`<tr><td>${each.lane}</td><td>${each.name}
+      <tbody>${timeline.map((each) => html`<tr><td>${WORDS[each.lane] ?? each.lane}</td><td>${each.name}
         ${each.detail ? html` <span class="faint">${String(each.detail)}</span>` : null}</td>
         <td class="end num">${ms(each.start_ms)}</td><td class="end num">${ms(each.end_ms)}</td>
         <td class="end num">${ms(each.end_ms - each.start_ms)}</td></tr>`)}

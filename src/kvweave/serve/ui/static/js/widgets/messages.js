@@ -1,12 +1,13 @@
 // A question and an answer as they stand in a chat.
 import { html, useCallback, useEffect, useRef, useState } from "../html.js";
 import { kbPath, useResource } from "../api.js";
-import { count, hasSaved, ms, times, wayWords } from "../format.js";
+import { count, ms, soonerBy, times as factor, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { info } from "../session.js";
 import { Copy } from "./copy.js";
 import { Icon } from "./icons.js";
+import { TimesBar, Waiting } from "./times_bar.js";
 import { TokensBar } from "./tokens_bar.js";
 
 export function UserMessage({ message, busy, resend }) {
@@ -48,8 +49,7 @@ export function AnswerMessage({ message, busy, retry, open }) {
   }, [meta.sources]);
   const running = meta.state === "waiting" || meta.state === "streaming";
   return html`<article class="message answer" aria-label="Answer" data-state=${meta.state}>
-    ${meta.state === "waiting" && html`<p class="waiting" role="status"><span></span><span></span>
-      <span></span><span class="sr">Waiting for the first word</span></p>`}
+    ${meta.state === "waiting" && html`<${Waiting} stage=${meta.stage} kb=${meta.kb} />`}
     ${content && html`<${Markdown} text=${content} cite=${cite} />`}
     <${Ending} meta=${meta} content=${content} retry=${retry} busy=${busy} />
     ${sources.length > 0 && html`<${Sources} sources=${sources} kb=${meta.kb} open=${open} />`}
@@ -103,27 +103,34 @@ function Part({ kb, chunk }) {
 export const score = (source) => (source.score === null || source.score === undefined ? "–"
   : source.score.toFixed(3));
 
-/** Time to the first token, beside what a full prefill would have taken. */
+/** Where the time went, and its prompt beside a full prefill: no waiting on either side. */
 function Timing({ meta }) {
-  const { ttft_ms: took, full_ms: full, tokens, strategy, ratio } = meta;
-  const most = Math.max(took, full ?? 0);
+  const { times, full_ms: full, tokens, strategy, ratio } = meta;
   const computed = (tokens.recomputed ?? 0) + (tokens.computed ?? 0);
   const all = computed + (tokens.exact ?? 0) + (tokens.reused ?? 0);
   return html`<div class="timing">
-    <div class="timing-words small num"><span><strong>${ms(took)}</strong> to the first token</span>
-      ${full ? html`<span class="quiet">full prefill: about ${ms(full)} <span
-        class="faint">(estimate)</span></span>
-        ${hasSaved(tokens) && full > took * 1.05 && html`<span class="chip good">${times(full / took)} sooner</span>`}`
-    : html`<span class="faint">full prefill: not measured on this machine yet</span>`}
+    <div class="timing-words small num"><span><strong>${ms(times?.first ?? meta.ttft_ms)}</strong>
+      ${" "}to the first token</span>
       ${meta.model && html`<span class="chip">${meta.model}</span>`}
       <span class="chip" title=${strategy}>${wayWords(strategy, ratio)}</span></div>
+    ${times && html`<${TimesBar} times=${times} />`}
     <div class="timing-rows tiny faint num">
-      ${full && html`<span>this answer</span>
-        <span class="mine" style=${{ width: `${(100 * took) / most}%` }}></span>
-        <span>full prefill</span><span class="full" style=${{ width: `${(100 * full) / most}%` }}>
-          </span>`}
+      ${times && html`<${Beside} times=${times} full=${full} tokens=${tokens} />`}
       <span>${count(all)} tokens</span><${TokensBar} tokens=${tokens} />
       <span></span><span>${count(computed)} computed, ${count(
         all - computed)} taken from the cache</span></div>
     ${meta.why && html`<p class="tiny faint">${meta.why}</p>`}</div>`;
+}
+
+/** Rows of a prompt beside a full prefill of it: bars, and how much sooner it was. */
+export function Beside({ times, full, tokens }) {
+  if (!full) return html`<span></span><span>full prefill: not measured on this machine yet</span>`;
+  const sooner = soonerBy(times, full, tokens);
+  const width = (part) => ({ width: `${(100 * part) / Math.max(times.prompt, full)}%` });
+  return html`<span>this prompt ${ms(times.prompt)}</span>
+    <span class="mine" style=${width(times.prompt)}></span>
+    <span>full prefill: about ${ms(full)}</span><span class="full" style=${width(full)}></span>
+    <span></span><span title="Loading and computing, beside computing all of it">Neither counts
+      waiting; full prefill is an estimate. ${sooner && html`<span class="chip good">
+      ${factor(sooner)} sooner</span>`}</span>`;
 }

@@ -1,0 +1,57 @@
+"""The gate of one encoding context: what calibration measured of the model, what the documents
+themselves give in the course of time, and how audits moved that."""
+
+from collections.abc import Sequence
+
+from kvweave.app.audit.audit_log import AuditLog
+from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
+from kvweave.app.auto.facts import CalibratedGate
+from kvweave.calibrate.gate import Table
+from kvweave.calibrate.own_evidence import OwnEvidence
+from kvweave.plan.plan import Gate, PromptShape, Verdict
+
+
+class GrowingGate:
+    """A `plan.Gate` that is made anew whenever the evidence has another table. Any thread."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        evidence: OwnEvidence | None,
+        preamble: str,
+        audited: AuditLog,
+    ) -> None:
+        """`tables` are of this very decoder and encoding context; `preamble` is the digest of what
+        stands in front of all chunks."""
+        self._tables = tables
+        self._evidence = evidence
+        self._preamble = preamble
+        self._audited = audited
+        self._made: tuple[int, Gate, bool] | None = None  # by which look; whether a table speaks
+
+    @property
+    def speaks(self) -> bool:
+        """Whether anything was measured so far."""
+        return self._current()[2]
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether documents are being asked about themselves."""
+        return self._evidence is not None and self._evidence.is_asked
+
+    def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
+        return self._current()[1].min_ratio(strategy, bound, shape)
+
+    def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
+        return self._current()[1].may_reorder(bound, shape)
+
+    def _current(self) -> tuple[int, Gate, bool]:
+        look = 0 if self._evidence is None else self._evidence.look
+        made = self._made
+        if made is None or made[0] != look:
+            own = () if self._evidence is None else self._evidence.tables()
+            tables = (*self._tables, *own)
+            calibrated = CalibratedGate(tables, self._preamble)
+            gate = AuditedGate(calibrated, measured_ratios(tables), self._audited)
+            made = self._made = look, gate, bool(tables)
+        return made

@@ -1,0 +1,132 @@
+"""Whether chunk KV would be used: what was measured of the model, and of the documents."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvweave.app.library.stored_kv import KV_FOLDER
+from kvweave.calibrate.gate import (
+    BOUND,
+    ELSEWHERE,
+    ENOUGH_QUESTIONS,
+    OWN,
+    Table,
+    choose,
+    deciding_tables,
+    tables_for_size,
+    worst_cells,
+)
+from kvweave.calibrate.own_evidence import EvidenceState, EvidenceSubject, OwnEvidence
+from kvweave.calibrate.profiles import find_profile
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.errors import ConfigError
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.contexts import digest_ids
+from kvweave.kv.format.codec import dtype_name
+from kvweave.model.decoder import Decoder
+from kvweave.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+FEWEST_FUSED = 2  # chunks of a prompt that is fused: the first is exact
+
+
+class KVWorth:
+    """What was measured of the chunk KV of one knowledge base. Any thread."""
+
+    def __init__(
+        self,
+        kb: KnowledgeBase,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        encoder: ChunkEncoder,
+        num_chunks: int,
+        bound: float | None,
+    ) -> None:
+        """`encoder` makes it with `decoder`. `num_chunks` are what a question finds, `bound` is
+        what it may cost in nats per token; None: the usual."""
+        self.num_chunks = max(FEWEST_FUSED, num_chunks)
+        self._calibrated_as = decoder.calibrated_as
+        self._is_permitted = decoder.weights.is_random  # for load tests: it is always used
+        self._tokenizer = tokenizer
+        self._context = encoder.encoding_context
+        self._preamble = digest_ids(encoder.preamble_ids)
+        subject = EvidenceSubject(
+            decoder.revision,
+            dtype_name(decoder.dtype),
+            str(encoder.preparation.variant),
+            self._context,
+            self._preamble,
+            decoder.spec.num_layers,
+            encoder.context.codec,
+        )
+        digest = hashlib.blake2b(repr(subject).encode(), digest_size=6).hexdigest()
+        name = f"calibration-{digest}-{self.num_chunks}.json"
+        usual = BOUND if bound is None else bound
+        self.evidence = OwnEvidence(subject, usual, kb.folder / KV_FOLDER / name)
+
+    def begin_asking(self) -> None:
+        """Have the documents asked about themselves, unless the profile of the model lets something
+        be fused, or enough was asked."""
+        if self.evidence.is_over:
+            return
+        try:
+            tables = self.find_tables()
+        except ConfigError as error:  # who plans says so, too
+            log.warning("%s", error)
+            return
+        is_answered = any(
+            table.kind == OWN and table.num_questions >= ENOUGH_QUESTIONS for table in tables
+        )  # by the user's own questions, whatever came of them
+        is_shut = self.why_shut(tables, self.evidence.bound) is not None
+        self.evidence.is_asked = is_shut and not is_answered
+
+    def why_unused(self, bound: float) -> str | None:
+        """Why no answer would be fused from it within so many nats; None: some would be, at least
+        where nothing was said before, or its evidence may still come to that. Raises ConfigError
+        for a profile that cannot be read."""
+        evidence, tables = self.evidence, self.find_tables()
+        why = self.why_shut((*tables, *evidence.tables()), bound)
+        if why is None or evidence.is_asked:
+            return None
+        is_found_out = bool(evidence.tables()) and self.why_shut(tables, bound) is not None
+        return f"{why}: {evidence.state().why}" if is_found_out else why
+
+    def state(self) -> EvidenceState | None:
+        """How far the documents were asked about themselves; None: they never were. It is open
+        where the gate is, with all that it goes by."""
+        evidence = self.evidence
+        if not (evidence.is_asked or evidence.num_answered):
+            return None
+        found = evidence.state()
+        if found.state != "open":
+            return found
+        with suppress(ConfigError):  # said where it is planned
+            if self.why_shut((*self.find_tables(), *evidence.tables()), evidence.bound):
+                return found._replace(state="measuring" if evidence.is_asked else "shut")
+        return found
+
+    def find_tables(self) -> tuple[Table, ...]:
+        """What the profile of the model has of it. Raises ConfigError for one that cannot be
+        read."""
+        calibrated = self._calibrated_as
+        profile = find_profile(calibrated.fingerprint, self._tokenizer.fingerprint)
+        if profile is None:
+            return ()
+        return profile.tables(calibrated.revision, self._context, self._preamble)
+
+    def why_shut(self, tables: Sequence[Table], bound: float) -> str | None:
+        """Why these tables let nothing be fused; None: they do, at least where nothing was said
+        before."""
+        if self._is_permitted:
+            return None
+        alone = tables_for_size(
+            [table for table in deciding_tables(tables) if not table.has_history], self.num_chunks
+        )
+        if not alone:
+            return "the model is not calibrated, so nothing would be fused"
+        is_here = all(table.preamble == self._preamble for table in alone)
+        if choose(worst_cells(alone), bound if is_here else ELSEWHERE * bound) is None:
+            return f"calibration lets nothing be fused within {bound:g} nats per token"
+        return None

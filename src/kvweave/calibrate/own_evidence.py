@@ -1,0 +1,303 @@
+"""What fusing costs on the documents of one knowledge base, question by question.
+
+Where no table speaks for a model, a server asks its documents about themselves in idle time
+(`app/auto/self_calibration.py`). This is what it has found so far: it says which settings the next
+question tries, what the gate may make of the answers, and when enough were asked.
+
+    screen     a few questions try every candidate at one ratio; the best is measured, the screening
+               itself counts for nothing else
+    measure    looks after 24, 48, 100 and 200 questions; each gives a table for the gate
+
+Few questions open the gate only for what is clearly within the bound (`Table.widen_intervals`);
+from 100 on the table decides alone, before those that came with the model. It ends early where no
+cell can come within the bound any more.
+"""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from kvweave.calibrate.gate import CLOSE_CALLS, ENOUGH_QUESTIONS, MAX_FLIPS, Cell, Table, choose
+from kvweave.calibrate.measure import NOISE_SHARE, CaseOutcomes, Outcome, Setting
+from kvweave.calibrate.tabulate import TableOrigin, tabulate
+from kvweave.calibrate.trials import TrialScore
+from kvweave.corpus.disk_files import atomic_file
+from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.strategy import ModelFacts
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+CANDIDATES = ("weave", "weave-deep", "weave-through")
+SCREEN_RATIO = 0.3
+SCREEN_QUESTIONS = 8
+RATIOS = (0.15, 0.25, 0.35, 0.5)
+LOOKS = (24, 48, ENOUGH_QUESTIONS, 200)  # questions after which there is a new table
+NOISE_QUESTIONS = LOOKS[0]  # that everything is recomputed for as well
+SURE = 0.01  # a share is surely above a bound if as many would be seen less often than this
+DATA = "made from the documents"
+
+
+class SettingName(NamedTuple):
+    """A strategy at a ratio, by name."""
+
+    strategy: str
+    ratio: float
+
+
+class AnsweredQuestion(NamedTuple):
+    """What came of one question."""
+
+    num_tokens: int  # of its prompt
+    num_chunks: int
+    num_chunk_tokens: int
+    noise: float | None  # mean KL with everything recomputed; None: not measured
+    outcomes: dict[SettingName, Outcome]
+
+
+class EvidenceState(NamedTuple):
+    """How far the questions are, for people."""
+
+    state: Literal["measuring", "open", "shut"]
+    asked: int  # questions, with those of the screening
+    most: int  # that are asked, unless it ends early
+    strategy: str | None  # that the gate lets through so far, at its least ratio; None: none
+    ratio: float | None
+    why: str  # it is shut
+
+
+@dataclass(frozen=True, slots=True)
+class EvidenceSubject:
+    """What is measured. Evidence of one subject is worth nothing for another."""
+
+    revision: str  # of the decoder: weights, settings and precision
+    dtype: str
+    encoding: str  # for people
+    context: str  # see contexts.variant_name
+    preamble: str  # digest
+    num_layers: int
+    codec: str  # that chunk KV is stored in
+
+
+class OwnEvidence:
+    """The answers so far, kept in a file. Any thread; one adds."""
+
+    def __init__(self, subject: EvidenceSubject, bound: float, path: Path | None = None) -> None:
+        """`bound` in nats per token is what it is measured for. `path`: where answers are kept;
+        those of another subject that lie there are replaced. None: nowhere."""
+        self.subject = subject
+        self.bound = bound
+        self.is_asked = False  # whether somebody adds to it; who does says so
+        self._path = path
+        self._lock = threading.Lock()  # guards the rest
+        self._screened: list[AnsweredQuestion] = []
+        self._answered: list[AnsweredQuestion] = []
+        self._by_look: dict[int, Table] = {}
+        if path is not None:
+            self._read(path)
+
+    # ---- what is known
+
+    @property
+    def look(self) -> int:
+        """Questions of the last look, 0 before the first. A new look is a new table."""
+        with self._lock:
+            return self._look()
+
+    @property
+    def num_answered(self) -> int:
+        """Questions that were answered, with those of the screening."""
+        with self._lock:
+            return len(self._screened) + len(self._answered)
+
+    def tables(self) -> tuple[Table, ...]:
+        """The table of the last look; none before the first, nor where rounding alone makes too
+        much of the bound: what was measured then is the rounding."""
+        table = self._table()
+        return (table,) if table is not None and self._is_precise() else ()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to be asked."""
+        return self.state().state != "measuring" and not self._may_narrow()
+
+    def state(self) -> EvidenceState:
+        """How far it is, and what the gate would make of it."""
+        table, asked = self._table(), self.num_answered
+        most = SCREEN_QUESTIONS + LOOKS[-1]
+        if table is None:
+            return EvidenceState("measuring", asked, most, None, None, "")
+        cell = choose(table.widen_intervals(), self.bound)
+        if cell is not None and self._is_precise():
+            return EvidenceState("open", asked, most, cell.strategy, cell.ratio, "")
+        why = self._why_hopeless(table)
+        if why is None and table.num_questions >= LOOKS[-1]:
+            why = f"it is not surely within {self.bound:g} nats per token"
+        state: Literal["measuring", "shut"] = "measuring" if why is None else "shut"
+        return EvidenceState(state, asked, most, None, None, why or "")
+
+    def next_settings(self) -> tuple[tuple[SettingName, ...], bool]:
+        """What the next question tries, and whether everything is recomputed for it as well."""
+        with self._lock:
+            if len(self._screened) < SCREEN_QUESTIONS:
+                return tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES), False
+            name = self._chosen()
+            checks_noise = len(self._answered) < NOISE_QUESTIONS
+            return tuple(SettingName(name, ratio) for ratio in RATIOS), checks_noise
+
+    def add(self, answered: AnsweredQuestion) -> None:
+        """Take in the answers to one question, with the settings that `next_settings` named."""
+        with self._lock:
+            is_screening = len(self._screened) < SCREEN_QUESTIONS
+            (self._screened if is_screening else self._answered).append(answered)
+            self._write()
+
+    # ---- the judgement
+
+    def _look(self) -> int:
+        return max((look for look in LOOKS if look <= len(self._answered)), default=0)
+
+    def _chosen(self) -> str:
+        """The candidate that cost least in the screening, with close calls computed again."""
+
+        def cost(name: str) -> float:
+            outcomes = [each.outcomes[SettingName(name, SCREEN_RATIO)] for each in self._screened]
+            return sum(o.judged.kl_mean for o in outcomes if o.judged.margin >= CLOSE_CALLS[0])
+
+        return min(CANDIDATES, key=cost)
+
+    def _table(self) -> Table | None:
+        with self._lock:
+            look = self._look()
+            if look and look not in self._by_look:
+                self._by_look[look] = self._tabulate(self._chosen(), self._answered[:look])
+            return self._by_look.get(look)
+
+    def _tabulate(self, name: str, answered: Sequence[AnsweredQuestion]) -> Table:
+        subject = self.subject
+        strategy = open_strategy(name, ModelFacts(subject.num_layers))
+        settings = [Setting(strategy, ratio) for ratio in RATIOS]
+        names = [SettingName(name, ratio) for ratio in RATIOS]
+        cases = [
+            CaseOutcomes(
+                each.num_tokens,
+                each.num_chunks,
+                None,
+                {subject.encoding: [each.outcomes[setting] for setting in names]},
+                {subject.encoding: each.noise or 0.0},
+            )
+            for each in answered
+        ]
+        origin = TableOrigin(
+            subject.revision,
+            subject.dtype,
+            DATA,
+            "",
+            subject.context,
+            subject.preamble,
+            sum(each.num_chunk_tokens for each in answered),
+        )
+        return tabulate(cases, settings, subject.encoding, origin)
+
+    def _mean_noise(self) -> float:
+        """Mean KL with everything recomputed: what rounding alone makes."""
+        with self._lock:
+            noises = [each.noise for each in self._answered if each.noise is not None]
+        return sum(noises) / max(1, len(noises))
+
+    def _is_precise(self) -> bool:
+        return self._mean_noise() <= NOISE_SHARE * self.bound  # a NaN is not
+
+    def _may_narrow(self) -> bool:
+        """Whether more questions would still say more: an open gate that few opened."""
+        table = self._table()
+        is_open = self.state().state == "open"
+        return is_open and table is not None and table.num_questions < ENOUGH_QUESTIONS
+
+    def _why_hopeless(self, table: Table) -> str | None:
+        """Why no cell can come within the bound with more questions; None: one can."""
+        if not self._is_precise():
+            return f"rounding alone costs {self._mean_noise():.2g} nats per token"
+        if not all(_is_hopeless(cell, table.num_questions, self.bound) for cell in table.cells):
+            return None
+        best = min(table.cells, key=lambda cell: cell.kl)
+        if best.work >= 1.0:
+            return f"{best.close:.0%} of first tokens are too close to call"
+        return f"recomputing {best.ratio:.0%} still costs {best.kl:.2g} nats per token"
+
+    # ---- the file
+
+    def _read(self, path: Path) -> None:
+        try:
+            found = json.loads(path.read_text("utf-8"))
+            if found["format"] != FORMAT or found["subject"] != _subject_line(self.subject):
+                return
+            screened, answered = map(_parse, found["screened"]), map(_parse, found["answered"])
+            self._screened, self._answered = list(screened), list(answered)
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s cannot be read, and is measured again: %s", path.name, error)
+            self._screened, self._answered = [], []
+
+    def _write(self) -> None:
+        """Lock is held. What cannot be written is measured again after a restart."""
+        if self._path is None:
+            return
+        document = {
+            "format": FORMAT,
+            "subject": _subject_line(self.subject),
+            "screened": [_dump(each) for each in self._screened],
+            "answered": [_dump(each) for each in self._answered],
+        }
+        try:
+            with atomic_file(self._path) as file:
+                file.write(json.dumps(document).encode())
+        except OSError as error:
+            log.warning("what fusing costs here cannot be kept: %s", error.strerror)
+
+
+def _is_hopeless(cell: Cell, num_questions: int, bound: float) -> bool:
+    """Whether a cell is surely outside: by KL, by first tokens, or because it is no shortcut."""
+    num_flips = round(cell.flips * num_questions)
+    return (
+        cell.kl_low > bound
+        or cell.work >= 1.0
+        or _chance_of(num_flips, num_questions, MAX_FLIPS) < SURE
+    )
+
+
+def _chance_of(at_least: int, of: int, share: float) -> float:
+    """How likely so many or more are of a kind, where each is with probability `share`."""
+    fewer = (math.comb(of, n) * share**n * (1 - share) ** (of - n) for n in range(at_least))
+    return 1.0 - sum(fewer)
+
+
+def _subject_line(subject: EvidenceSubject) -> str:
+    return "|".join(map(str, astuple(subject)))
+
+
+def _dump(answered: AnsweredQuestion) -> list[Any]:
+    outcomes = [
+        [*name, *(None if v == math.inf else v for v in o.judged), o.nll_gap, o.work]
+        for name, o in answered.outcomes.items()
+    ]
+    return [*answered[:4], outcomes]
+
+
+def _parse(found: list[Any]) -> AnsweredQuestion:
+    outcomes = {}
+    tokens, chunks, chunk_tokens, noise, rows = found
+    known = {(name, SCREEN_RATIO) for name in CANDIDATES}
+    known |= {(name, ratio) for name in CANDIDATES for ratio in RATIOS}
+    if not all((strategy, ratio) in known for strategy, ratio, *_ in rows):
+        raise ValueError("other settings were tried")
+    for strategy, ratio, *values, nll_gap, work in rows:
+        judged = TrialScore._make(math.inf if value is None else value for value in values)
+        outcomes[SettingName(strategy, ratio)] = Outcome(judged, nll_gap, work, None)
+    return AnsweredQuestion(tokens, chunks, chunk_tokens, noise, outcomes)

@@ -1,0 +1,159 @@
+"""A model that nobody calibrated: its documents are asked about themselves until the gate knows."""
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvweave import Weave
+from kvweave.app.auto.self_calibration import SelfCalibration
+from kvweave.app.library.library_kv import BackgroundKV
+from kvweave.app.weave import Sampling
+from kvweave.calibrate.own_evidence import LOOKS, SCREEN_QUESTIONS, EvidenceState
+from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
+from kvweave.text.tokenizer import Tokenizer
+from kvweave.types import Chunk
+from worlds.made_kv import Model, opened
+from worlds.tiny_corpus import make_text
+from worlds.tiny_models import make_chat_model_folder
+
+TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(40)]
+BACKGROUND = BackgroundKV(bound=0.02, calibrates=True)
+GREEDY = Sampling(max_tokens=4)
+
+
+def make_model(folder: Path, *, is_certain: bool) -> Model:
+    """A tiny model. One that is certain hardly looks at what it has read, and has clear favourites:
+    reuse costs it next to nothing. The other has none: all its first tokens are close calls."""
+    made = make_chat_model_folder(folder, max_position_embeddings=4096)
+    if is_certain:
+        weights = load_file(made / "model.safetensors")
+        for name, weight in weights.items():
+            if "o_proj" in name:
+                weights[name] = weight * 1e-3
+            if "lm_head" in name:
+                weights[name] = weight * 300.0
+        save_file(weights, made / "model.safetensors", {"format": "pt"})
+    return load_decoder(made, device="cpu"), Tokenizer(made)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models are not fast: their heads are too small for compiled kernels."""
+    monkeypatch.setattr("kvweave.app.auto.self_calibration.WATCHED_TOKENS", 3)
+
+
+@pytest.fixture(scope="module")
+def certain(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("certain"), is_certain=True)
+
+
+@pytest.fixture(scope="module")
+def uncertain(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("uncertain"), is_certain=False)
+
+
+def state_of(weave: Weave) -> EvidenceState:
+    return weave.library.kv.worth.evidence.state()
+
+
+def calibration_of(weave: Weave) -> SelfCalibration:
+    found = weave._target.calibration
+    assert found is not None
+    return found
+
+
+def until(is_true: Callable[[], bool], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def weave(tmp_path: Path, certain: Model) -> Iterator[Weave]:
+    with opened(tmp_path / "kb", certain, BACKGROUND) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        yield weave
+
+
+def test_a_model_that_bears_it_opens_its_own_gate_and_answers_are_fused(weave: Weave) -> None:
+    weave.measure()
+    first = weave.ask("How do I drain a node?", k=3, reuse="auto", sampling=GREEDY)
+    assert first.explain is not None
+    assert first.explain.why == Reason.CALIBRATING
+    until(lambda: state_of(weave).state == "open")
+    state = state_of(weave)
+    assert state.asked >= SCREEN_QUESTIONS + LOOKS[0]
+    plan = weave.plan("How do I drain a node?", k=3)
+    ways = {option.name: option.reason for option in plan.options if "fused" in option.name}
+    gate = weave._target.router.planner(weave.library.own)._growing
+    assert gate.speaks
+    assert ways[f"fused {state.strategy}"] != Reason.NOT_CALIBRATED
+
+
+def test_a_model_that_does_not_bear_it_is_given_up_and_no_more_kv_is_made(
+    tmp_path: Path, uncertain: Model
+) -> None:
+    with opened(tmp_path / "kb", uncertain, BACKGROUND) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        calibration = calibration_of(weave)
+        assert calibration.wait(120.0)
+        state = state_of(weave)
+        assert state.state == "shut"
+        weave.library.maker.look()
+        until(lambda: (p := weave.kv_progress()) is not None and p.state == "unused")
+        progress = weave.kv_progress()
+        assert progress is not None
+        assert state.why in progress.why
+
+
+def test_a_restart_goes_on_where_it_was(tmp_path: Path, certain: Model) -> None:
+    with opened(tmp_path / "kb", certain, BACKGROUND) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        until(lambda: state_of(weave).asked >= 3)
+    asked = state_of(weave).asked
+    with opened(tmp_path / "kb", certain, BACKGROUND) as again:
+        assert state_of(again).asked >= asked
+
+
+def test_documents_that_come_later_are_asked_as_well(tmp_path: Path, certain: Model) -> None:
+    """One note gives no question that finds two chunks."""
+    with opened(tmp_path / "kb", certain, BACKGROUND) as weave:
+        weave.ingest(TEXTS[0])
+        weave.library.start()
+        time.sleep(1.0)
+        assert state_of(weave) == EvidenceState("measuring", 0, 208, None, None, "")
+        weave.ingest(*TEXTS[1:])
+        until(lambda: state_of(weave).asked >= 3)
+
+
+def test_a_question_that_fails_is_left_out(
+    tmp_path: Path, certain: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvweave.app.auto.self_calibration.FAILED_S", 0.01)
+    find, times = SelfCalibration._find, iter(range(10**6))
+
+    def fail_now_and_then(self: SelfCalibration, question: str) -> list[Chunk]:
+        if next(times) % 5 == 0:
+            raise sqlite3.OperationalError("database is locked")
+        return find(self, question)
+
+    monkeypatch.setattr(SelfCalibration, "_find", fail_now_and_then)
+    with opened(tmp_path / "kb", certain, BACKGROUND) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        until(lambda: state_of(weave).asked >= 6)
+        assert calibration_of(weave).metrics.value("calibration_skipped_total", why="failed") > 2
+
+
+def test_nothing_is_asked_where_that_was_switched_off(tmp_path: Path, certain: Model) -> None:
+    with opened(tmp_path / "kb", certain, BackgroundKV(bound=0.02)) as weave:
+        assert weave._target.calibration is None

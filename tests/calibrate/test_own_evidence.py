@@ -1,0 +1,152 @@
+"""Evidence of a knowledge base's own documents: what is asked next, and when enough was."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvweave.calibrate.gate import choose, worst_cells
+from kvweave.calibrate.measure import Outcome
+from kvweave.calibrate.own_evidence import (
+    CANDIDATES,
+    LOOKS,
+    RATIOS,
+    SCREEN_QUESTIONS,
+    SCREEN_RATIO,
+    AnsweredQuestion,
+    EvidenceSubject,
+    OwnEvidence,
+    SettingName,
+    _chance_of,
+)
+from kvweave.calibrate.trials import TrialScore
+
+SUBJECT = EvidenceSubject("revision", "bfloat16", "filler:4", "context", "preamble", 12, "int8")
+BOUND = 0.02
+
+
+def make_answer(
+    evidence: OwnEvidence,
+    kl: dict[float, float],
+    *,
+    best: str = "weave-deep",
+    flips: bool = False,
+    margin: float = 3.0,
+    noise: float = 1e-4,
+    spread: float = 0.2,
+) -> AnsweredQuestion:
+    """What one question gave: `kl` by ratio, twice as much for all candidates but `best`."""
+    settings, checks_noise = evidence.next_settings()
+    rng = random.Random(evidence.num_answered)
+    outcomes = {}
+    for name in settings:
+        times = (1.0 if name.strategy == best else 2.0) * (1 + spread * (rng.random() - 0.5))
+        cost = kl[name.ratio] * times
+        score = TrialScore(cost, cost, cost, 1.0, 1.0, flips, 0.0, margin)
+        outcomes[name] = Outcome(score, 0.0, name.ratio + 0.1, None)
+    return AnsweredQuestion(1000, 5, 900, noise if checks_noise else None, outcomes)
+
+
+def fill(evidence: OwnEvidence, questions: int, kl: dict[float, float], **how: object) -> None:
+    for _ in range(questions):
+        evidence.add(make_answer(evidence, kl, **how))  # type: ignore[arg-type]
+
+
+GOOD = {0.15: 0.03, 0.25: 0.015, 0.3: 0.012, 0.35: 0.01, 0.5: 0.004}
+BAD = {0.15: 0.5, 0.25: 0.4, 0.3: 0.35, 0.35: 0.3, 0.5: 0.2}
+
+
+def test_the_candidate_that_cost_least_in_the_screening_is_measured() -> None:
+    evidence = OwnEvidence(SUBJECT, BOUND)
+    settings, checks_noise = evidence.next_settings()
+    assert settings == tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES)
+    assert not checks_noise
+    fill(evidence, SCREEN_QUESTIONS, GOOD, best="weave-through")
+    settings, checks_noise = evidence.next_settings()
+    assert settings == tuple(SettingName("weave-through", ratio) for ratio in RATIOS)
+    assert checks_noise
+    assert evidence.tables() == (), "the screening chose; it counts for nothing else"
+
+
+def test_the_gate_opens_after_the_first_look_and_more_is_asked_until_it_decides_alone() -> None:
+    evidence = OwnEvidence(SUBJECT, BOUND)
+    fill(evidence, SCREEN_QUESTIONS + LOOKS[0] - 1, GOOD)
+    assert evidence.state().state == "measuring"
+    fill(evidence, 1, GOOD)
+    state = evidence.state()
+    assert (state.state, state.strategy) == ("open", "weave-deep")
+    assert state.ratio in RATIOS
+    assert not evidence.is_over, "24 questions open it, and say little"
+    (table,) = evidence.tables()
+    assert (table.num_questions, table.kind, table.num_chunks) == (24, "own", 5)
+    fill(evidence, LOOKS[2] - LOOKS[0], GOOD)
+    assert evidence.is_over
+    (table,) = evidence.tables()
+    assert table.num_questions == 100
+
+
+@pytest.mark.parametrize(
+    ("kl", "how", "why"),
+    [
+        (BAD, {}, "still costs"),
+        (GOOD, {"margin": 0.01}, "too close to call"),
+        (GOOD, {"noise": 0.01}, "rounding alone"),
+        (GOOD, {"flips": True}, "still costs"),
+    ],
+)
+def test_what_cannot_come_within_the_bound_is_given_up_at_the_first_look(
+    kl: dict[float, float], how: dict[str, object], why: str
+) -> None:
+    evidence = OwnEvidence(SUBJECT, BOUND)
+    fill(evidence, SCREEN_QUESTIONS + LOOKS[0], kl, **how)
+    state = evidence.state()
+    assert (state.state, state.ratio) == ("shut", None)
+    assert choose(worst_cells(evidence.tables()), BOUND) is None, "the gate says the same"
+    assert why in state.why
+    assert evidence.is_over
+
+
+def test_what_stays_undecided_is_shut_in_the_end() -> None:
+    evidence = OwnEvidence(SUBJECT, BOUND)
+    undecided = dict.fromkeys(GOOD, BOUND)
+    fill(evidence, SCREEN_QUESTIONS + LOOKS[0], undecided, spread=1.5)
+    assert evidence.state().state == "measuring"
+    fill(evidence, LOOKS[-1] - LOOKS[0], undecided, spread=1.5)
+    assert evidence.state().state == "shut"
+    assert evidence.is_over
+
+
+def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "kv" / "calibration.json"
+    path.parent.mkdir()
+    evidence = OwnEvidence(SUBJECT, BOUND, path)
+    fill(evidence, SCREEN_QUESTIONS + LOOKS[0] + 3, GOOD)
+    again = OwnEvidence(SUBJECT, BOUND, path)
+    assert again.num_answered == evidence.num_answered
+    assert again.state() == evidence.state()
+    assert again.tables() == evidence.tables()
+    assert again.next_settings() == evidence.next_settings()
+
+
+def test_evidence_of_another_subject_or_a_broken_file_counts_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    fill(OwnEvidence(SUBJECT, BOUND, path), SCREEN_QUESTIONS, GOOD)
+    other = replace(SUBJECT, revision="another")
+    assert OwnEvidence(other, BOUND, path).num_answered == 0
+    path.write_text('{"format": 1, "subject": ')
+    assert OwnEvidence(SUBJECT, BOUND, path).num_answered == 0
+
+
+def test_a_lead_without_a_second_choice_survives_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    evidence = OwnEvidence(SUBJECT, BOUND, path)
+    fill(evidence, SCREEN_QUESTIONS + LOOKS[0], GOOD, margin=math.inf)
+    assert OwnEvidence(SUBJECT, BOUND, path).tables() == evidence.tables()
+
+
+def test_the_chance_of_many_flips_is_that_of_a_binomial() -> None:
+    assert _chance_of(0, 24, 0.02) == 1.0
+    assert math.isclose(_chance_of(1, 24, 0.02), 1 - 0.98**24)
+    assert _chance_of(3, 24, 0.02) > 0.01 > _chance_of(4, 24, 0.02)
