@@ -190,6 +190,7 @@ class EngineSettings(ConfigSection):
     share_chunks: bool | None = unset("on a GPU")  # chunk KV once in the pool for all
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there
     prompts_per_step: Count | None = unset("2")  # fused ones between two tokens of an answer
+    copy_tokens: Count0 | None = unset("15 on a CPU, else 0")  # guessed from the passages at once
     recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none
 
 

@@ -307,9 +307,11 @@ class NumberlessDecoder(Decoder):
 
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         logits = super().forward(batch)
-        for place, rows in enumerate(rows for rows in batch if rows.wanted):
+        end = 0
+        for rows in batch:
+            start, end = end, end + len(rows.wanted)
             if BreakingDecoder.POISON in rows.token_ids:
-                logits[place] = float("nan")
+                logits[start:end] = float("nan")
         return logits
 
 

@@ -463,3 +463,29 @@ def test_one_more_is_let_in_beside_an_own_step() -> None:
     assert world.scheduler.has_own_step
     own.progress.own_step = after.progress.own_step = False
     assert not world.scheduler.has_own_step
+
+
+def test_a_draft_takes_what_is_left_and_no_page_from_others() -> None:
+    world = World(pages=5)
+    first, second = world.add(4), world.add(4)
+    world.step()
+    for one in (first, second):  # each has a page that is full, and a token more to compute
+        one.progress.drafted = 6
+    # both get a page for their token; the first has the last one for its draft, of eight rows
+    assert world.step() == [(first, 7), (second, 1)]
+    assert world.scheduler.preemptions == 0
+
+
+def test_a_draft_that_gets_no_page_is_cut_to_those_that_are_there() -> None:
+    world = World(pages=2)
+    sequence = world.add(4)
+    world.step()
+    sequence.progress.drafted = 6
+    assert world.step() == [(sequence, 4)]
+
+
+def test_only_who_decodes_has_rows_for_a_draft() -> None:
+    world = World()
+    sequence = world.add(20)
+    sequence.progress.drafted = 6
+    assert world.step() == [(sequence, 16)]

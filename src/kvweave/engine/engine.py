@@ -98,6 +98,7 @@ class Engine:
             self._prefixes,
             self._loader,
             self._warm_up,
+            self.cfg.copy_tokens or 0,
         )
         fused = FusedPrompts(decoder, self._pages, self._prefixes, self._loader)
         per_step = self.cfg.prompts_per_step if self.cfg.overlap_steps else 0

@@ -4,23 +4,24 @@ Ticket ─► sequence ─► (LoadedPrompt) ─► scheduler ─► steps ─�
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from kvweave.engine.arrivals import Arrivals
 from kvweave.engine.chunk_loader import ChunkLoader, LoadedPrompt
+from kvweave.engine.drafts import Drafts
+from kvweave.engine.drawing import TokenDrawer
 from kvweave.engine.offload import ArrivedCopy
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.request import Ticket
 from kvweave.engine.runner import SliceResult, StepOutput
 from kvweave.engine.scheduler import Scheduler
-from kvweave.engine.sequence import EngineSequence, is_close_call
+from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.engine.warm_up import WarmUp
-from kvweave.errors import NoDeviceMemory, NoNumbers
+from kvweave.errors import NoDeviceMemory
 from kvweave.fuse.record import JOINED
 from kvweave.kernels.recording import is_out_of_memory
 
@@ -43,7 +44,9 @@ class Lifecycle:
         prefixes: ExactPrefixes,
         loader: ChunkLoader,
         warm_up: WarmUp,
+        copy_tokens: int,
     ) -> None:
+        """`copy_tokens` of an answer are drafted at a time at most: see drafts.py."""
         self._arrivals = arrivals
         self._warm_up = warm_up
         self._scheduler = scheduler
@@ -52,6 +55,8 @@ class Lifecycle:
         self._loader = loader
         self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
+        self._drafts = Drafts(copy_tokens)
+        self._drawer = TokenDrawer(scheduler, pages, self.counts, self._drafts)
         self.failed_in_row = 0  # requests that failed since the last token was drawn
 
     @property
@@ -128,12 +133,14 @@ class Lifecycle:
         logits, sequence.logits = sequence.logits, None
         self._scheduler.release(sequence)
         if logits is not None:
-            self.draw_token(sequence, logits)
+            self.draw_tokens(sequence, logits[None], [None])
 
     def finish_step(self, output: StepOutput) -> None:
         """Take in what a common step computed: rows, and logits of the requests that are through
         with theirs."""
         all_rows = sum(result.slice.num_rows for result in output.results)
+        if all(result.slice.sequence.progress.needed == 1 for result in output.results):
+            self._drafts.observe_step(len(output.results), all_rows, output.seconds)
         for result in output.results:
             self._finish_slice(result, output.seconds, all_rows)
 
@@ -155,7 +162,7 @@ class Lifecycle:
         if sequence.ticket.record is None:
             is_fused = sequence.request.fused is not None
             sequence.ticket.record = (joined_record if is_fused else exact_record)(sequence)
-        self.draw_token(sequence, result.logits, result.likeliest)
+        self.draw_tokens(sequence, result.logits, result.likeliest)
 
     def offer_to_tree(self, sequence: EngineSequence) -> None:
         """Offer the knowledge tree the parts of a prompt that are computed exactly by now."""
@@ -163,50 +170,25 @@ class Lifecycle:
         if sequence.request.fused is not None:
             self.counts.add("fused_offered", num_taken)
 
-    def draw_token(
+    def draw_tokens(
         self,
         sequence: EngineSequence,
         logits: Tensor,
-        likeliest: int | None = None,
+        likeliest: Sequence[int | None],
         lead: float | None = None,
     ) -> None:
-        """Draw the next token of a request from its logits [V], give it to the reader, and end the
-        request if that was the last one.
-
-        A held request keeps the logits instead. A fused prompt whose first token is a close call is
-        computed again, exactly. `likeliest` is the most likely token if it is known and nothing
-        else matters; `lead` is how far its logit is ahead of the next one, if that is known.
-        """
-        in_background = sequence.progress.background
+        """Draw the next tokens of a request from its logits [W, V], as `TokenDrawer.draw` does, and
+        end the request if one was the last or could not be drawn."""
+        answered = sequence.answered
         try:
-            if sequence.progress.held:
-                sequence.hold_back(logits)
-                return
-            if not sequence.answered:
-                if is_close_call(sequence, logits, lead):
-                    self._begin_again_exactly(sequence)
-                    return
-                if not in_background:
-                    self.counts.count_prompt(sequence)
-            choice = sequence.choose(logits, likeliest)
+            is_over = self._drawer.draw(sequence, logits, likeliest, lead)
         except Exception as error:  # the device's, or logits that are no numbers: this request's
-            if isinstance(error, NoNumbers):
-                self.counts.add("kv_distrusted", self._pages.drop_bad_pages(sequence))
             self.end(sequence.ticket, error)
             return
-        self.failed_in_row = 0
-        if not in_background:
-            self.counts.add("tokens_answered")
-        if sequence.take(choice):
+        if sequence.answered > answered:
+            self.failed_in_row = 0
+        if is_over:
             self.end(sequence.ticket)
-
-    def _begin_again_exactly(self, sequence: EngineSequence) -> None:
-        """Forget what was computed of a fused prompt, and let it wait as one that is computed in
-        full."""
-        self.counts.add("fused_close_calls")
-        sequence.request = replace(sequence.request, fused=None)
-        sequence.fuse_record = sequence.ticket.record = None
-        self._scheduler.begin_again(sequence)
 
     def end(self, ticket: Ticket, error: BaseException | None = None) -> None:
         """End a request that is finished, cancelled or failed with `error`: give back all that it

@@ -161,7 +161,7 @@ class OwnSteps:
             if first is not None and is_plainly_greedy([own]):
                 likeliest = first.token_id
             lead = None if first is None else first.lead
-            lifecycle.draw_token(own, prefilled.logits, likeliest, lead)
+            lifecycle.draw_tokens(own, prefilled.logits[None], [likeliest], lead)
 
     def _work_while_scoring(self, own: EngineSequence) -> None:
         """Use the time in which the device scores the rows of `own`: hand out the first token of

@@ -64,6 +64,7 @@ class Progress:
     elsewhere: int = 0  # of the computed ones, those that lie in pages of chunks, not in its own
     own_step: bool = False  # its next step is its own: a fused prefill, or what prepares one
     sparse: SparseRows | None = None  # a prepared fused prompt: what of it is still to compute
+    drafted: int = 0  # tokens behind the known ones that the next step may compute: see drafts.py
     preempted: int = 0  # times its pages were taken away
     background: bool = False  # computed in idle time alone
     given_up: int = 0  # steps of it in a row, for others
@@ -79,10 +80,10 @@ class Progress:
         return min(self.needed, most) if self.sparse is None else self.sparse.share(most)
 
     def advance(self, num_rows: int) -> None:
-        """Count `num_rows` more rows as computed."""
+        """Count `num_rows` more rows as computed; those of a draft do not count yet."""
         self.given_up = 0
         if self.sparse is None:
-            self.computed += num_rows
+            self.computed = min(self.computed + num_rows, self.known)
             return
         self.sparse.done += num_rows
         self.computed = self.sparse.reached
@@ -98,7 +99,7 @@ class Progress:
 
     def restart(self) -> None:
         """Note that the pages are gone, and with them all that was computed."""
-        self.computed, self.sparse = 0, None
+        self.computed, self.sparse, self.drafted = 0, None, 0
         self.preempted += 1
 
 

@@ -112,6 +112,8 @@ class RequestTimeline:
     saved_tokens: int = 0  # a speculation that was right: computed before it was released
     wasted_tokens: int = 0  # one that was wrong: computed, and not kept in the knowledge tree
     shared: bool = False  # others were computed in the same steps
+    drafted: int = 0  # tokens of the answer that were guessed from what the request has read
+    copied: int = 0  # of those, the ones that were right
 
     def add_step(self, seconds: float, share: float = 1.0) -> None:
         """Add the time of a step that the request took part in; `share` of its rows were its."""

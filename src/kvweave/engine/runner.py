@@ -31,8 +31,10 @@ class SliceResult(NamedTuple):
     """What a step gave one sequence."""
 
     slice: SequenceSlice
-    logits: Tensor | None  # [V]; None: there is more of it to compute. Valid until the next step
-    likeliest: int | None  # set when nothing but the likeliest token matters
+    # [W, V] of its last known row and of those of its draft; None: there is more of it to compute.
+    # Valid until the next step
+    logits: Tensor | None
+    likeliest: Sequence[int | None]  # [W]; None where more than the likeliest token matters
     error: BaseException | None
 
 
@@ -89,11 +91,13 @@ class OrderedStep:
         results, at = [], 0
         for each, rows in zip(self._slices, self._batch, strict=True):
             if not rows.wanted:
-                results.append(SliceResult(each, None, None, None))
+                results.append(SliceResult(each, None, (), None))
                 continue
-            best = likeliest[at] if likeliest and likeliest[at] != NO_NUMBER else None
-            results.append(SliceResult(each, self._logits[at], best, None))
-            at += 1
+            end = at + len(rows.wanted)
+            best = [None if i == NO_NUMBER else i for i in likeliest[at:end]]
+            best = best or [None] * len(rows.wanted)
+            results.append(SliceResult(each, self._logits[at:end], best, None))
+            at = end
         return results
 
 
@@ -162,7 +166,7 @@ class Runner:
         """What failed together is tried one by one, so that the slice to blame fails alone. Rows
         may run twice; they write what they wrote before."""
         if len(slices) == 1:
-            return [SliceResult(slices[0], None, None, error)]
+            return [SliceResult(slices[0], None, (), error)]
         self.num_parted += 1
         log.warning("a step of %d requests failed; trying each alone: %s", len(slices), error)
         # not from a recording: its logits would be overwritten by the next one tried

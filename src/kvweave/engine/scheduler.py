@@ -210,6 +210,10 @@ class Scheduler(Generic[S]):
                 break
             rows_of[new] = self._share(new, left, rows_of)
             left -= rows_of[new]
+        for one in rows_of:  # behind all who need pages
+            drafted = self._share_for_draft(one, left)
+            rows_of[one] += drafted
+            left -= drafted
         return [StepSlice(one, rows) for one, rows in rows_of.items()]
 
     def _share_among_running(self, running: Sequence[S], rows_of: dict[S, int]) -> int:
@@ -246,6 +250,7 @@ class Scheduler(Generic[S]):
             if one.progress.background:
                 rows = one.progress.share(self._background_rows)
                 if self._make_room(one, rows, {}):
+                    rows += self._share_for_draft(one, self._background_rows - rows)
                     return [StepSlice(one, rows)]
                 break  # it gave its own pages back, and begins again
         if self.waiting or not self.background or not self._pages.admit(self.background[0]):
@@ -329,9 +334,7 @@ class Scheduler(Generic[S]):
     def _make_room(self, sequence: S, num_rows: int, rows_of: dict[S, int]) -> bool:
         """Get pages for the next rows of a running sequence; preempt others for it, or the sequence
         itself. False: it was preempted."""
-        progress = sequence.progress
-        own = progress.computed - progress.elsewhere + num_rows
-        missing = -(-own // self._page_tokens) - progress.num_pages
+        missing = self._missing_pages(sequence, num_rows)
         while missing > 0 and not self._pages.grow(sequence, missing):
             victim = max(
                 self._preemptible(self.running), key=_leaving_order
@@ -340,6 +343,25 @@ class Scheduler(Generic[S]):
             if victim is sequence:
                 return False
         return True
+
+    def _missing_pages(self, sequence: S, num_rows: int) -> int:
+        """Return how many pages a sequence lacks for its next rows; 0 or less: it has them."""
+        progress = sequence.progress
+        own = progress.computed - progress.elsewhere + num_rows
+        return -(-own // self._page_tokens) - progress.num_pages
+
+    def _share_for_draft(self, sequence: S, left: int) -> int:
+        """Rows for the draft of a sequence that decodes, in a step that has `left` rows. Where no
+        page is free, as many as fit into those that it has."""
+        progress = sequence.progress
+        rows = min(progress.drafted, left) if progress.needed == 1 else 0
+        if rows <= 0:
+            return 0
+        missing = self._missing_pages(sequence, 1 + rows)
+        if missing <= 0 or self._pages.grow(sequence, missing):
+            return rows
+        num_own = progress.computed - progress.elsewhere
+        return max(0, progress.num_pages * self._page_tokens - num_own - 1)
 
     def _preemptible(self, running: Sequence[S]) -> list[S]:
         """Return those of `running` that may be preempted: their own steps are not under way."""

@@ -8,6 +8,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from kvweave.engine.chunk_pages import ChunkLease
+from kvweave.engine.drafts import AnswerDrafts, Drafts
 from kvweave.engine.progress import Progress, SparseRows
 from kvweave.engine.request import EngineRequest, FusedPart, Ticket
 from kvweave.engine.sampling import Choice, Sampler
@@ -49,6 +50,7 @@ class EngineSequence:
     apart_s: float = 0.0  # its steps that were no common ones
     logits: Tensor | None = None  # [V] behind a held prompt, waiting for release
     answered: int = 0  # tokens given out
+    drafts: AnswerDrafts | None = None  # of its answer; None: it has no token yet
 
     @property
     def fused_part(self) -> FusedPart:
@@ -79,13 +81,22 @@ class EngineSequence:
         return 0 if lease is None else max(0, len(lease.nodes) - in_front)
 
     def rows(self, num_rows: int) -> Rows:
-        """Return the next rows; the last one gives logits if nothing known is left behind it."""
+        """Return the next rows; the last known one gives logits, and so do those of the draft
+        behind it."""
         progress = self.progress
         if progress.sparse is not None:
             return self._sparse_rows(progress.sparse, num_rows)
         start, end = progress.computed, progress.computed + num_rows
-        wanted = [num_rows - 1] if end == progress.known else []
-        return Rows(self.ids[start:end], range(start, end), self.kv, wanted)
+        wanted = list(range(progress.known - 1 - start, num_rows))
+        ids = [*self.ids[start:end], *self.draft(end - progress.known)]
+        return Rows(ids, range(start, end), self.kv, wanted)
+
+    def draft(self, num_rows: int) -> Sequence[int]:
+        """Return the first tokens of the draft of its answer."""
+        if num_rows <= 0:
+            return ()
+        assert self.drafts is not None, "what has rows was drafted"
+        return self.drafts.token_ids[:num_rows]
 
     def _sparse_rows(self, sparse: SparseRows, num_rows: int) -> Rows:
         """Return the next rows of a prepared prompt. Tokens that were answered before a preemption
@@ -138,6 +149,21 @@ class EngineSequence:
         """Keep the logits [V] of a held prompt until it is released."""
         self.logits = logits.clone()
         self.ticket.timeline.prefilled_s = time.perf_counter()
+
+    def prepare_draft(self, drafts: Drafts) -> None:
+        """Draft what the answer may go on with. Behind a token that was not the last one."""
+        if drafts.most:
+            if self.drafts is None:
+                prompt_ids = self.ids[: self.prompt_len]
+                self.drafts = drafts.open(prompt_ids, self.room, self.request.forced)
+            self.progress.drafted = self.drafts.prepare(self.ids, self.answered, self.room)
+
+    def judge_draft(self, num_right: int, num_computed: int) -> None:
+        """Note how many tokens of the draft were right, of those that were computed."""
+        assert self.drafts is not None, "what has rows was drafted"
+        self.drafts.judge(num_right, num_computed)
+        self.ticket.timeline.drafted += num_computed
+        self.ticket.timeline.copied += num_right
 
     def take(self, choice: Choice) -> bool:
         """Hand a token out. True: it was the last one."""

@@ -12,6 +12,8 @@ from kvweave.reasons import Reason
 NAMES = (
     *(f"tokens_{state}" for state in State),
     "tokens_answered",
+    "tokens_drafted",  # guessed from what requests have read, and computed beside the due ones
+    "tokens_copied",  # of them, those that were right
     *(f"requests_{how}" for how in ("finished", "aborted", "failed")),
     *(f"background_{how}" for how in ("finished", "aborted", "failed")),  # counted here alone
     "prefixes_shared",  # requests held back while another computed their path, which they then read

@@ -175,6 +175,8 @@ def _timeline(answer: Answer, trace: AnswerTrace, queue_s: float) -> Iterator[Ti
         ):
             yield entry(name, lane, start_s, end_s, detail + beside * (name == "recompute"))
     made = f"{answer.completion_tokens} tokens"
+    if answer.copies is not None and answer.copies.copied:
+        made += f", {answer.copies.copied} copied from what was read"
     yield entry("first token", "decode", trace.first_s, trace.first_s)
     yield entry("decode", "decode", trace.first_s, trace.ended_s, made)
 

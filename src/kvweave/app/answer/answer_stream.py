@@ -47,6 +47,14 @@ class Piece(NamedTuple):
     call: ToolCall | None = None  # that the model asks for; a piece of its own
 
 
+class CopiedTokens(NamedTuple):
+    """Tokens of an answer that were guessed from what its request has read: see engine/drafts.py.
+    Perhaps a few more than it shows: of the last step some may stand behind its end."""
+
+    drafted: int
+    copied: int  # of those, the ones that were right
+
+
 class WatchedTokens(NamedTuple):
     """What the model thought at the first tokens of an answer."""
 
@@ -75,6 +83,8 @@ class Answer:
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
     full_ms: float | None = None  # what a full prefill would have taken, about; None: not known
     times: AnswerTimes | None = None  # where its time went; None: an upstream knows
+    # guessed from what the request has read; None: an upstream knows, or no token was made
+    copies: CopiedTokens | None = None
     nothing_found: bool = False  # no chunk was: the text says so, and no model was asked
     query: str | None = None  # what was searched for, where that is not the question itself
     tool_calls: tuple[ToolCall, ...] = ()  # that the model asks for
@@ -273,7 +283,7 @@ class _Made:
         sources: tuple[AnswerSource, ...] = ()
         if notes.prompt is not None:
             sources = sources_of(notes.retrieved, notes.prompt, notes.record)
-        full_s = notes.full_s(prompt_tokens)
+        full_s, line = notes.full_s(prompt_tokens), notes.timeline
         return Answer(
             text="".join(piece.text for piece in self.pieces),
             finish_reason=finish_reason,
@@ -291,6 +301,7 @@ class _Made:
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
             times=AnswerTimes.split(notes, self.first_s or now, now),
+            copies=None if line is None else CopiedTokens(line.drafted, line.copied),
             query=notes.query,
             watched=_read_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),

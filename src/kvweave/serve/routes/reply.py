@@ -13,7 +13,7 @@ from kvweave.app.weave import Answer, TokenLogprob, ToolCall
 from kvweave.serve.access.api_keys import tenant_of
 from kvweave.serve.access.disconnects import ClientGone, while_connected
 from kvweave.serve.access.errors import ApiError
-from kvweave.serve.wire.base import PromptTokensDetails, Usage
+from kvweave.serve.wire.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
 from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
 
@@ -221,9 +221,16 @@ def usage_of(prompts: Sequence[Answer], answers: Sequence[Answer]) -> Usage:
     cached = [answer.cached_tokens for answer in prompts]
     known = [count for count in cached if count is not None]
     details = PromptTokensDetails(cached_tokens=sum(known)) if len(known) == len(cached) else None
+    copies = [answer.copies for answer in answers if answer.copies is not None]
+    right = sum(each.copied for each in copies)
+    guessed = CompletionTokensDetails(
+        accepted_prediction_tokens=right,
+        rejected_prediction_tokens=sum(each.drafted for each in copies) - right,
+    )
     return Usage(
         prompt_tokens=read,
         completion_tokens=made,
         total_tokens=read + made,
         prompt_tokens_details=details,
+        completion_tokens_details=guessed if len(copies) == len(answers) else None,
     )

@@ -198,11 +198,19 @@ class PromptTokensDetails(Outgoing):
     cached_tokens: int  # whose KV was there: exact, or reused
 
 
+class CompletionTokensDetails(Outgoing):
+    """Tokens that were guessed from what the request has read, and computed several at a time."""
+
+    accepted_prediction_tokens: int  # that were right
+    rejected_prediction_tokens: int
+
+
 class Usage(Outgoing):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None  # null: an upstream does not say
+    completion_tokens_details: CompletionTokensDetails | None = None  # likewise
 
 
 class ErrorDetail(Outgoing):

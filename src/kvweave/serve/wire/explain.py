@@ -88,6 +88,8 @@ class Explain(Outgoing):
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
     full_ms: Rounded | None = None  # a full prefill of this prompt, about; null: never measured
+    # tokens of the answer that were guessed from what it was made from, and how many were right
+    copies: dict[str, int] | None = None
     upstream: dict[str, Any] | None = None  # of a gateway: which one answered, and what it says
     timeline_ms: Timeline
 
@@ -98,6 +100,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         return _explain_upstream(answer, answer.upstream, queue_s)
     record = answer.explain
     timeline = _timeline(answer, queue_s)
+    copies = None if answer.copies is None else answer.copies._asdict()
     if record is None:  # nothing stored was looked at: all was computed
         return Explain(
             strategy="full",
@@ -110,6 +113,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
             states=[("computed", 0, answer.prompt_tokens)],
             decision=None,
             full_ms=answer.full_ms,
+            copies=copies,
             timeline_ms=timeline,
         )
     return Explain(
@@ -129,6 +133,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         not_guessed=answer.not_guessed,
         audit=None if answer.audit is None else answer.audit.document(),
         full_ms=answer.full_ms,
+        copies=copies,
         timeline_ms=timeline,
     )
 

@@ -125,6 +125,7 @@ function summary({ explain, sources, usage }) {
   if (explain) {
     kept.times = timesOf(explain.timeline_ms);
     kept.full_ms = explain.full_ms ?? null;
+    kept.copied = explain.copies?.copied ?? 0;
     kept.tokens = explain.tokens;
     kept.strategy = explain.strategy;
     kept.ratio = explain.ratio;

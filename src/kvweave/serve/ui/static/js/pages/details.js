@@ -302,6 +302,9 @@ function Figures({ answer }) {
       ${explain.left_out > 0 && html`<dt>Left out</dt><dd>
         ${plural(explain.left_out, "passage")} that the history holds</dd>`}
       <dt>Whole answer</dt><dd>${ms(explain.timeline_ms.queue + explain.timeline_ms.total)}</dd>
+      ${explain.copies && html`<dt>Copied</dt><dd>${count(explain.copies.copied)} of ${plural(
+        answer.completion_tokens, "token")} of the answer; ${count(explain.copies.drafted)}
+        were guessed from what it read</dd>`}
       ${explain.audit && html`<dt>Audit</dt><dd>${auditWords(explain.audit)}</dd>`}</dl>
     ${explain.why && html`<p class="small notice">${explain.why}</p>`}
     <p class="small"><a href=${link("cache")}>Cache and memory in detail</a></p></section>`;

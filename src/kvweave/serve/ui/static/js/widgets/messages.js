@@ -1,7 +1,7 @@
 // A question and an answer as they stand in a chat.
 import { html, useCallback, useEffect, useRef, useState } from "../html.js";
 import { kbPath, useResource } from "../api.js";
-import { count, ms, soonerBy, times as factor, wayWords } from "../format.js";
+import { count, ms, plural, soonerBy, times as factor, wayWords } from "../format.js";
 import { Markdown } from "../markdown.js";
 import { link } from "../router.js";
 import { info } from "../session.js";
@@ -118,7 +118,11 @@ function Timing({ meta }) {
       ${times && html`<${Beside} times=${times} full=${full} tokens=${tokens} />`}
       <span>${count(all)} tokens</span><${TokensBar} tokens=${tokens} />
       <span></span><span>${count(computed)} computed, ${count(
-        all - computed)} taken from the cache</span></div>
+        all - computed)} taken from the cache</span>
+      ${meta.copied > 0 && html`<span></span><span
+        title="Guessed from the passages, and checked several at a time: the answer is the same">
+        ${count(meta.copied)} of ${plural(meta.completion_tokens, "token")} of the answer copied
+        </span>`}</div>
     ${meta.why && html`<p class="tiny faint">${meta.why}</p>`}</div>`;
 }
 
