@@ -35,11 +35,11 @@ from rich.table import Table
 from common.files import read_jsonl
 from common.results import finish, result_header
 from kvweave.app.weave import Weave
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
-from kvweave.kv.format.keys import make_chunk_id
 
 QUOTE = "Quote the sentences of the passages that answer this, word for word: {}"
 SUMMARY = "Sum up what the passages say."

@@ -8,7 +8,7 @@ import pytest
 
 from kvweave import Weave
 from kvweave.app.library.kv_behind import ChunkPromotion
-from kvweave.app.library.kv_maker import KVMaker
+from kvweave.app.library.kv_maker import KVMaker, WantedKV
 from kvweave.app.library.library_kv import key_context
 from kvweave.app.weave import Answer, Sampling
 from kvweave.engine.background import ActiveAnswers, BackgroundPace
@@ -96,6 +96,24 @@ def test_full_prefill_stores_nothing(weave: Weave) -> None:
     assert weave.library.promotion is not None
     assert weave.library.promotion.wait(10)
     assert num_stored(weave) == 0
+
+
+def test_a_document_that_comes_back_while_its_first_copy_is_tried_is_stored(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time it may only be taken from the tree; the second time it may be computed."""
+    goes_on, is_absent = threading.Event(), WantedKV.is_absent
+
+    def look_late(wanted: WantedKV) -> bool:
+        assert goes_on.wait(30)
+        return is_absent(wanted)
+
+    monkeypatch.setattr(WantedKV, "is_absent", look_late)
+    for _ in range(2):
+        weave.ask("What is it?", documents=TEXTS[:1], reuse="reuse", sampling=GREEDY)
+    goes_on.set()
+    assert weave.library.maker.wait(30)
+    assert num_stored(weave) > 0
 
 
 def test_encoding_waits_while_an_answer_is_in_the_making(

@@ -171,7 +171,7 @@ def test_a_document_has_a_bound_and_says_so(kb_server: KbServer) -> None:
 
 
 def test_cutting_a_long_document_is_told_while_it_lasts(kb_server: KbServer) -> None:
-    text = " ".join(f"The node {number} has pods." for number in range(8_000))
+    text = " ".join(f"The node {number} has pods." for number in range(20_000))
     with httpx.stream(
         "POST",
         f"{kb_server.url}/v1/kb/long/documents",

@@ -60,9 +60,10 @@ class WantedKV(NamedTuple):
 
     @property
     def name(self) -> str:
-        """A chunk behind one preamble: behind another it is another one."""
+        """A chunk behind one preamble: behind another it is another one. One that may be computed
+        does not make way for the same one that may only be taken."""
         context = self.encoder.context.context_id().hex()
-        return f"{context}|{self.chunk.id}|{self.in_front}"
+        return f"{context}|{self.chunk.id}|{self.in_front}|{self.is_only_taken}"
 
     def is_absent(self) -> bool:
         encoder = self.encoder
