@@ -102,11 +102,6 @@ class LibrarySettings(ConfigSection):
         "Context of chunk KV: isolated, filler:PASSAGES or neighbours:COUNT",
         "--encoding",
     )
-    extras: tuple[str, ...] | None = unset(
-        "what it has, none for a new one",
-        "Stored beside chunk KV: inter, anchors:RULE or none",
-        "--extras NAME",
-    )
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
     # whether a server makes chunk KV that is missing by itself; auto: where it would be used
     background_kv: Literal["auto", "always", "never"] = "auto"

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from kvweave.app.answer.question import AUTO
 from kvweave.app.hosts import ModelHost
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.selectors.strategies import NAMES, default_ratio
+from kvweave.fuse.selectors.strategies import OFFERED, default_ratio
 
-REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+REUSES = ("full", AUTO, *(name for name in OFFERED if name != "full"))
 
 
 class DialPosition(NamedTuple):

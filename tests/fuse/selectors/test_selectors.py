@@ -228,7 +228,7 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     assert {name: s.name for name, s in opened.items()} == {name: name for name in NAMES}
     kept = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
     kept |= {"qcfuse": 0.5, "weave": 0.15, "weave-deep": 0.15, "epic": 0.15, "fusionrag": 0.15}
-    kept |= {"cacheblend": 0.15, "kvshare": 0.15}
+    kept |= {"cacheblend": 0.15, "kvshare-like": 0.15}
     assert {name: opened[name].ratio for name in kept} == kept
     assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep", "weave-through"]
     assert [opened[n].reuses for n in ("full", "prefix", "reuse")] == ["none", "exact", "all"]
@@ -243,7 +243,7 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["cacheblend"] == Needs(value_layers=(1,), full_width_layers=1)
     assert needs["cacheblend-k"] == Needs(key_layers=(1,), full_width_layers=1)
     assert needs["cacheblend-gradual"] == Needs(value_layers=(1, 2, 4), full_width_layers=1)
-    assert needs["kvshare"] == Needs(value_layers=(1,), full_width_layers=1)
+    assert needs["kvshare-like"] == Needs(value_layers=(1,), full_width_layers=1)
     assert needs["cachecraft"] == Needs(extras=("inter",))
     assert needs["fusionrag"] == Needs("question", 5, (5,), probes_ahead=True)
     assert needs["fusionrag-code"] == Needs("question", 5, (5,)), "from position 0 on"
@@ -396,7 +396,7 @@ def test_check_layers_that_make_no_sense_are_our_own_bug() -> None:
             CacheBlend("v", checks)
 
 
-def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> None:
+def test_kvshare_like_weighs_deviation_with_attention_at_layer_0(world: World) -> None:
     """Dense attention of all running rows over all keys, in float64."""
     full, request, decoder = world.full, world.request, world.decoder
     rows = torch.tensor([*request.hits, *request.must_compute])
@@ -407,17 +407,17 @@ def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> Non
     hidden = torch.arange(len(keys)) > rows[:, None]
     mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
     scores = deviation_by_hand(world, 1, "v") * mass[request.hits]
-    fused, _ = world.fuse("kvshare", 0.25)
+    fused, _ = world.fuse("kvshare-like", 0.25)
     assert list(fused.recomputed) == best(scores, world, budget(len(request.hits), 0.25))
     assert fused.recomputed != world.fuse("cacheblend", 0.25)[0].recomputed
 
 
-def test_kvshare_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
+def test_kvshare_like_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
     """A miss has no stitched key at layer 0; its fresh one takes part, garbage never does."""
     gap = World(decoder, chunks=LONG, missing={2})
     stitched = over_garbage(gap)
-    fused = fuse(stitched, gap.strategy("kvshare"), 0.25)
-    assert fused.recomputed == gap.fuse("kvshare", 0.25)[0].recomputed
+    fused = fuse(stitched, gap.strategy("kvshare-like"), 0.25)
+    assert fused.recomputed == gap.fuse("kvshare-like", 0.25)[0].recomputed
     assert bool(fused.logits.isfinite().all())
 
 
