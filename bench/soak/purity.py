@@ -90,7 +90,7 @@ class PurityWorld:
             load_decoder(model, device="cpu"),
             self.store,
             context,
-            Preparation.parse("isolated", ()),
+            Preparation.parse("isolated"),
         )
         self._encoding = threading.Lock()
 

@@ -29,11 +29,11 @@ from kvweave.fuse.selectors.query_attention import (
     prophetkv,
     qcfuse,
 )
-from kvweave.fuse.selectors.strategies import NAMES, open_strategy
+from kvweave.fuse.selectors.strategies import NAMES, default_ratio, open_strategy, split_ratio
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
-from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.sources import ChunkLost, ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import ModelFacts, Strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
@@ -212,9 +212,72 @@ def test_an_unknown_strategy_is_refused_with_all_known_names() -> None:
     assert all(name in str(refused.value) for name in NAMES)
 
 
-def test_qcfuse_without_a_profile_names_the_command_that_makes_one() -> None:
-    with pytest.raises(ConfigError, match="kvweave calibrate layers"):
-        open_strategy("qcfuse", ModelFacts(6))
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(1, (0,)), (2, (1,)), (6, (4, 3, 5)), (30, (18, 17, 19))]
+)
+def test_qcfuse_without_a_profile_scores_a_little_behind_the_middle(
+    num_layers: int, layers: tuple[int, ...]
+) -> None:
+    opened = open_strategy("qcfuse", ModelFacts(num_layers))
+    assert isinstance(opened.selector, QueryAttention)
+    assert opened.selector.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("qcfuse:kvzip", "anchors:kvzip"),
+        ("qcfuse:sink", "anchors:sink"),
+        ("qcfuse:knorm", "anchors:knorm"),
+        ("qcfuse:25%", "anchors:kvzip:0.25"),
+        ("qcfuse:sink:5%", "anchors:sink:0.05"),
+        ("qcfuse:knorm:100%", "anchors:knorm:1"),
+    ],
+)
+def test_rule_and_share_of_anchors_stand_behind_qcfuses_name(name: str, extra: str) -> None:
+    opened = open_strategy(name, ModelFacts(6, (4, 2)))
+    assert (opened.name, opened.ratio, default_ratio(name)) == (name, 0.5, 0.5)
+    assert opened.needs(6) == Needs("anchors", 4, (2, 4), extras=(extra,))
+
+
+@pytest.mark.parametrize("name", ["qcfuse:best", "qcfuse:0%", "qcfuse:101%", "qcfuse:5%:sink"])
+def test_what_no_anchors_are_chosen_by_is_unknown(name: str) -> None:
+    with pytest.raises(RequestError, match=f"reuse '{name}' is unknown"):
+        open_strategy(name, ModelFacts(6))
+
+
+def test_epic_with_a_number_recomputes_so_many_first_tokens_of_every_chunk(world: World) -> None:
+    for k in (2, 16, 999):
+        fused, _ = world.fuse(f"epic:{k}", 0.0)
+        spans = world.scene().fused
+        first = [range(s.start, min(s.end, s.start + k)) for s in spans]
+        assert list(fused.recomputed) == [at for run in first for at in run]
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("weave", ("weave", None)),
+        ("weave:0.15", ("weave", "0.15")),
+        ("weave:", ("weave", "")),
+        ("epic:1", ("epic", "1")),
+        ("epic:16", ("epic:16", None)),
+        ("qcfuse:sink:20%", ("qcfuse:sink:20%", None)),
+        ("qcfuse:sink:0.3", ("qcfuse:sink", "0.3")),
+        ("magic:0.3", ("magic", "0.3")),
+    ],
+)
+def test_a_ratio_behind_a_name_is_told_from_the_parts_of_the_name(
+    text: str, split: tuple[str, str | None]
+) -> None:
+    assert split_ratio(text) == split
+
+
+def test_a_strategy_of_fixed_size_takes_no_ratio() -> None:
+    opened = open_strategy("epic:16", ModelFacts(6))
+    assert chosen_ratio(opened, None) == 0.0
+    with pytest.raises(RequestError, match="reuse 'epic:16' takes no ratio"):
+        chosen_ratio(opened, 0.3)
 
 
 def test_qcfuse_refuses_the_profile_of_a_deeper_model() -> None:
@@ -438,28 +501,23 @@ def test_cachecraft_takes_the_rows_with_most_attention_outside(decoder: Decoder)
     assert set(five) - set(rows.tolist()) == {one.start}  # a tie among zeros
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("cachecraft", "kvweave ingest --kv --extras inter"),
-        ("qcfuse", "kvweave ingest --kv --extras anchors:kvzip"),
-    ],
-)
-def test_what_is_missing_beside_the_chunk_kv_is_named_with_its_command(
-    decoder: Decoder, name: str, command: str
-) -> None:
+@pytest.mark.parametrize("name", ["cachecraft", "qcfuse"])
+def test_chunks_without_what_must_lie_beside_their_kv_are_lost(decoder: Decoder, name: str) -> None:
     whole = World(decoder, chunks=LONG)
-    for keep in (0, 3):
+    keys = [span.key for span in whole.request.placed]
+    for keep in (1, 3):
         extras = {n: dict(list(each.items())[:keep]) for n, each in whole.extras.items()}
-        with pytest.raises(RequestError, match=f"strategy '{name}' needs .*`{command}`"):
+        with pytest.raises(ChunkLost) as lost:
             World(decoder, chunks=LONG, extras=extras).fuse(name, 0.3)
+        assert lost.value.keys == tuple(keys[keep:])
 
 
 def test_inter_attention_of_another_length_is_not_used(world: World) -> None:
-    blobs = dict(world.extras[INTER])
-    blobs[world.request.spans[2].key] += bytes(2)
-    with pytest.raises(RequestError, match="--extras inter"):
+    blobs, key = dict(world.extras[INTER]), world.request.spans[2].key
+    blobs[key] += bytes(2)
+    with pytest.raises(ChunkLost) as lost:
         replace(world, extras={INTER: blobs}).fuse("cachecraft", 0.3)
+    assert lost.value.keys == (key,)
 
 
 # ── the question's attention ────────────────────────────────────────────────────────────────────
