@@ -265,7 +265,7 @@ def test_every_published_mode_can_be_chosen_under_more(
         page = v.go("chat/new")
         page.get_by_label("Knowledge base").select_option(notes)
         page.get_by_text("More", exact=True).click()
-        mode = page.get_by_label("Mode", exact=True)
+        mode = page.locator(".modes select")
         names = mode.locator("option").evaluate_all("all => all.map((one) => one.value)")
         assert names[1:] == list(REUSES)
         sent: list[dict[str, object]] = []
