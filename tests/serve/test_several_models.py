@@ -236,6 +236,10 @@ def test_a_strategy_is_refused_by_the_model_that_is_not_ready_for_it(client: Ope
         for each in told(client, "info")["models"]
     }
     assert [name for name in ways if PROFILED in ways[name]] == ["twin", "apart"]
+    (tiny, *others) = told(client, "info")["models"]
+    refused = {each["name"]: each["why"] for each in tiny["refused"]}
+    assert "kvweave calibrate layers" in refused[PROFILED]
+    assert [each["refused"] for each in others] == [[], []]
     for over in ({"kb": "notes"}, {"documents": [{"text": ZORB["text"]}]}):
         asked = {"ways": [{"reuse": "full"}, {"reuse": PROFILED}], **over}
         (refused,) = compared(client, 400, model="tiny", **asked)

@@ -12,6 +12,7 @@ from worlds.browsing import Visiting
 from worlds.page_servers import bring
 from worlds.serving import KbServer
 
+SUMMARY = "To drain a node, cordon it first. Then evict its pods."
 DONE = '.message.answer[data-state="done"]'
 
 
@@ -38,6 +39,11 @@ def test_upload_ask_and_open_details(visit: Visiting, empty: KbServer, tmp_path:
         expect(page.get_by_role("heading", name="how do I drain a node?")).to_be_visible()
         expect(page.locator(".tokens")).to_contain_text("cordon")
         expect(page.locator(".passage")).to_have_count(1)
+        expect(page.locator(".passage .summary")).to_have_text(SUMMARY)
+        page.go_back()
+        page.get_by_role("button", name="Library").click()
+        page.locator(".library-row").click()
+        expect(page.locator(".chunks-of .summary")).to_have_text(SUMMARY)
 
 
 def test_a_source_opens_its_passage(visit: Visiting, tiny: KbServer, notes: str) -> None:

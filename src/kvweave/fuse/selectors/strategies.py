@@ -91,7 +91,8 @@ OFFERED: Sequence[str] = tuple(
 )
 
 
-_EPIC = re.compile(r"epic:([2-9]|[1-9][0-9]{1,2})")  # epic:1 is a ratio
+# epic:1 is a ratio. Names are labels of counters: there is a bounded number of them
+_EPIC = re.compile(r"epic:([2-9]|[1-9][0-9])")
 _QCFUSE = re.compile(rf"qcfuse(?::({'|'.join(RULES)}))?(?::([1-9][0-9]?|100)%)?")
 
 

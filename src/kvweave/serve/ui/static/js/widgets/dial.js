@@ -34,10 +34,20 @@ export function Modes() {
       onChange=${(event) => choose(event.target.value)}>
       <option value="" selected=${!own}>as the dial says</option>
       ${strategies.map(({ name }) => html`<option key=${name} value=${name}
-      selected=${name === own?.name}>${wayWords(name)}</option>`)}</select></label>
+      selected=${name === own?.name}>${wayWords(name)}</option>`)}
+      <${RefusedWays} shown=${mode} /></select></label>
     ${own?.ratio > 0 && html`<label class="option-field"><b>Recompute %</b><input type="number"
       min="0" max="100" step="1" value=${Math.round(100 * (share ?? own.ratio))}
       onChange=${(event) => setShare(event.target.value)} /></label>`}</details>`;
+}
+
+/** Options for the modes that the model is not ready for, with the reason. `shown` is selected. */
+export function RefusedWays({ shown }) {
+  const { strategies = [], refused = [] } = useModel() ?? {};
+  const isKnown = [...strategies, ...refused].some((each) => each.name === shown);
+  const all = !shown || isKnown ? refused : [...refused, { name: shown, why: "not served here" }];
+  return all.map(({ name, why }) => html`<option key=${name} value=${name} title=${why} disabled
+    selected=${name === shown}>${wayWords(name)} (not for this model: ${why})</option>`);
 }
 
 export function DialWords() {
