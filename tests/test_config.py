@@ -371,6 +371,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.engine.config import SharedCodec
+    from kvweave.kv.policies import POLICIES
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format, Level
 
@@ -381,6 +382,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "library.retrieval": RETRIEVALS,
         "library.nothing_found": get_args(NothingMode),
         "engine.shared_codec": get_args(SharedCodec),
+        "engine.tree_policy": tuple(POLICIES),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),

@@ -5,13 +5,12 @@ from dataclasses import dataclass, replace
 
 from kvweave.calibrate.asked_kb import AskedKB
 from kvweave.calibrate.case import Case, hash_cases
-from kvweave.calibrate.encodings import KVZIP
 from kvweave.calibrate.gate import BOUND, OWN, Table
 from kvweave.calibrate.measure import ORDER, Setting, measure
 from kvweave.calibrate.questions import template_closing
 from kvweave.calibrate.subject import Subject
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, digest_ids
 from kvweave.fuse.encode.preparation import Preparation, Shortage, Texts, find_shortage
 from kvweave.fuse.selectors.strategies import open_strategy, takes_layers
@@ -34,16 +33,9 @@ class Experiment:
 def settings_for(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -> list[Setting]:
     """Another order of the chunks, and every strategy at every ratio; plain reuse once, as it
     recomputes nothing."""
-    num_layers = subject.decoder.spec.num_layers
-    facts = subject.profile.facts(num_layers)
+    facts = subject.profile.facts(subject.decoder.spec.num_layers)
     settings = [ORDER]
     for strategy in [_open_measured(name, facts) for name in names]:
-        beyond = set(strategy.needs(num_layers).extras) - {KVZIP}
-        if beyond:
-            raise RequestError(
-                f"calibrate cannot measure {strategy.name!r}: it needs {sorted(beyond)[0]!r} "
-                "beside stored chunk KV; leave it out"
-            )
         each = ratios if strategy.takes_ratio else [0.0]
         settings += [Setting(strategy, ratio) for ratio in each]
     return settings

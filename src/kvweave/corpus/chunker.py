@@ -287,7 +287,11 @@ def words_of(heading: str) -> str:
 
 def summary_of(text: str) -> str:
     """The first sentences of a chunk's text, which stand for it: SUMMARY_CHARS characters at most,
-    cut at a word. What is no sentence, such as a title, is taken where there is none."""
+    cut at a word. The title line is passed over; what else is no sentence is taken where there is
+    none."""
+    first, _, rest = text.strip().partition("\n")
+    if first[-1:] not in ENDS and rest and not rest.lstrip()[:1].islower():
+        text = rest
     paragraphs = (" ".join(each.split()) for each in PARAGRAPH.split(HEADING.sub("", text)))
     pieces: list[str] = []
     for words in filter(None, paragraphs):

@@ -21,6 +21,7 @@ from worlds.weaves import ingest_with_fronts, library_of
 
 TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(4)]
 QUESTION = "How do I drain a node and evict its pods?"
+SHORT = Sampling(max_tokens=2)
 ENCODED = "kv_chunks_encoded_total"
 Model = tuple[Decoder, Tokenizer]
 
@@ -41,7 +42,7 @@ def open_over(folder: Path, model: Model, encoding: str = "filler:1") -> Weave:
 
 def ask(weave: Weave, reuse: str) -> Answer:
     """An answer whose chunks come from the store: no exact path of them is known."""
-    return weave.ask(QUESTION, reuse=reuse, k=3, sampling=Sampling(max_tokens=2))
+    return weave.ask(QUESTION, reuse=reuse, k=3, sampling=SHORT)
 
 
 def fates(answer: Answer) -> list[tuple[str, str | None]]:
@@ -107,6 +108,16 @@ def test_layers_stay_what_they_were(tmp_path: Path, model: Model) -> None:
         plain = ask(weave, "reuse")
         ask(weave, "qcfuse")
         assert ask(weave, "reuse").text == plain.text
+
+
+def test_nothing_is_guessed_where_extras_may_have_to_be_made(tmp_path: Path, model: Model) -> None:
+    with open_over(tmp_path, model) as weave:
+        ingest_with_fronts(weave, *TEXTS)
+        for reuse in ("qcfuse", "cachecraft"):
+            answer = weave.ask(QUESTION, reuse=reuse, k=3, speculate="on", sampling=SHORT)
+            assert answer.not_guessed is Reason.MADE_FIRST
+        guessed = weave.ask(QUESTION, reuse="weave", k=3, speculate="on", sampling=SHORT)
+        assert guessed.not_guessed is None
 
 
 def test_chunks_without_kv_are_computed_and_nothing_is_made(tmp_path: Path, model: Model) -> None:
