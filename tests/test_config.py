@@ -166,13 +166,6 @@ def test_a_home_that_is_not_there_is_no_crash(nowhere: Path) -> None:
         load_config(env={"KVWEAVE_CONFIG": "~no-such-user/kvweave.toml"})
 
 
-def test_no_extras_can_be_said(tmp_path: Path) -> None:
-    file = toml(tmp_path, "[library]\nextras = []\n")
-    assert load_config(file, {}).config.library.extras == ()
-    env = {"KVWEAVE_LIBRARY_EXTRAS": "none"}
-    assert load_config(Path(os.devnull), env).config.library.extras == ()
-
-
 # what is refused
 
 
@@ -213,8 +206,8 @@ def test_an_unknown_variable_lists_the_known_ones() -> None:
         ("[library]\nk = 5.0", "library.k must be a whole number, got 5.0"),
         ("[library]\nk = true", "library.k must be a whole number, got True"),
         ("[library]\nk = 0", "library.k must be between 1 and 100, got 0"),
-        ("[library]\nextras = 'inter'", "library.extras must be a list of texts, got 'inter'"),
-        ("[library]\nextras = [1]", "library.extras must be a list of texts, got (1,)"),
+        ("[server]\naliases = 'gpt'", "server.aliases must be a list of texts, got 'gpt'"),
+        ("[server]\naliases = [1]", "server.aliases must be a list of texts, got (1,)"),
         ("[store]\nhost_bytes = '8 giga'", "store.host_bytes must be bytes or a size such as"),
         ("[store]\nhost_bytes = 1.5", "store.host_bytes must be bytes or a size such as"),
         ("[store]\nhost_bytes = 0", "store.host_bytes must be at least 1, got 0"),
@@ -378,6 +371,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.corpus.bert_encoder import EncoderWeights
     from kvweave.corpus.search import RETRIEVALS
     from kvweave.engine.config import SharedCodec
+    from kvweave.kv.policies import POLICIES
     from kvweave.plan.ordering import OrderPermission
     from kvweave.serve.observe.logs import Format, Level
 
@@ -388,6 +382,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "library.retrieval": RETRIEVALS,
         "library.nothing_found": get_args(NothingMode),
         "engine.shared_codec": get_args(SharedCodec),
+        "engine.tree_policy": tuple(POLICIES),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),

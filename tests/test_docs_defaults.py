@@ -318,7 +318,7 @@ QUOTED = [
         ("whose choice at {} nats costs", "calibrate.gate:BOUND"),
         ("below a tenth of `--bound`", "calibrate.measure:NOISE_SHARE == 1 / 10"),
         ("filled up to {:,} tokens", "cli.calibrate:MIN_CONTEXT_TOKENS"),
-        ("KVzip anchors ({:g} %)", "calibrate.layer_profile:ANCHOR_SHARE * 100"),
+        ("KVzip anchors ({:g} %)", "fuse.encode.extras:SHARE * 100"),
         ("in the best {:g} %", "calibrate.layer_profile:BUDGET * 100"),
         ("adds less than half a point", "calibrate.layer_profile:WORTH == 0.5 / 100"),
         (

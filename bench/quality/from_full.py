@@ -84,7 +84,7 @@ def changed(name: str, scene: Scene, trials: Trials) -> Tensor:
         else (fresh_v, scene.stitched.values(1))
     )
     moved = (fresh[at] - stored[at]).square().sum((1, 2))
-    if name != "kvshare":
+    if name != "kvshare-like":
         return moved
     ids = torch.tensor(scene.request.prompt_ids, device=at.device)
     positions = torch.arange(scene.request.preamble_len, count)

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.results import finish, result_header
-from kvweave.fuse.selectors.strategies import NEEDS_PROFILE
+from kvweave.fuse.selectors.strategies import takes_layers
 from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from quality.data import Question, read_questions
@@ -40,8 +40,8 @@ from quality.stats import Key, append_values, open_values, summarise
 SETS = ("2wiki", "hotpot", "musique")
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
 STRATEGIES = (
-    "random", "stride", "epic", "cacheblend", "cacheblend-k", "kvshare", "cachecraft", "fusionrag",
-    "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep",
+    "random", "stride", "epic", "cacheblend", "cacheblend-k", "kvshare-like", "cachecraft",
+    "fusionrag", "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep",
 )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def leave_out(args: argparse.Namespace) -> list[str]:
     if args.neighbours is None and "neighbours" in args.encodings:
         raise SystemExit("who the neighbours are: give --neighbours, from neighbours.py")
     names = args.strategies.split(",")
-    skipped = [name for name in names if name in NEEDS_PROFILE and not args.layers]
+    skipped = [name for name in names if takes_layers(name) and not args.layers]
     for name in skipped:
         print(f"{name} is left out: it needs the critical layers; give --layers", flush=True)
     args.strategies = ",".join(name for name in names if name not in skipped)

@@ -59,7 +59,7 @@ VOCABULARY = 97
 NUM_CHUNKS = 48
 EVERY = 100  # exact requests, of which one is asked of a cold engine
 CLIENTS = 6
-STRATEGIES = ("reuse", "weave", "cacheblend", "kvshare", "epic")
+STRATEGIES = ("reuse", "weave", "cacheblend", "kvshare-like", "epic")
 # a pool for a few prompts: pages leave the tree and requests lose theirs
 SMALL = EngineConfig(page_tokens=4, pool_tokens=4 * 96, max_running=6, step_rows=16, alone_rows=64)
 Answer = list[tuple[int, ...]]  # bits of what was said, token by token
@@ -90,7 +90,7 @@ class PurityWorld:
             load_decoder(model, device="cpu"),
             self.store,
             context,
-            Preparation.parse("isolated", ()),
+            Preparation.parse("isolated"),
         )
         self._encoding = threading.Lock()
 

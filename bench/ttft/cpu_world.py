@@ -33,7 +33,6 @@ from kvweave.plan.plan import PromptShape
 from kvweave.text.tokenizer import Tokenizer
 
 CHUNK_TOKENS = 320
-EXTRAS = ("anchors:kvzip",)  # what qcfuse reads beside the layers
 TEXT_TOKENS = 300
 TIERS = ("host", "disk warm", "disk cold")
 STAGES = ("retrieve", "load", "select", "compute", "rest")
@@ -70,6 +69,9 @@ class World:
         disk = DiskTierConfig(folder / KV_FOLDER)
         weave = self._over((disk,))
         weave.library.ingest(texts, chunk_kv=True)
+        for question in self.questions:  # what it wants beside the layers is made by the first one
+            weave.ask(question, k=self._chunks, reuse="qcfuse", sampling=Sampling(max_tokens=1))
+        weave.library.store.flush()
         weave.runtime.close()
         weave.library.kv.close()
         stores = {
@@ -105,7 +107,7 @@ class World:
         """A Weave with an engine of its own over the one knowledge base and its files."""
         cfg = EngineConfig(tree_share=0.0)  # or a second run would find the first one's prefix
         runtime = ModelRuntime(self._decoder, self._tokenizer, self._model, cfg)
-        options = KVOptions(self._encoding, EXTRAS, tiers=tiers)
+        options = KVOptions(self._encoding, tiers=tiers)
         run_alone = runtime.client.run_alone
         kv = LibraryKV.open(
             self._kb, runtime.decoder, runtime.tokenizer, options, run_alone=run_alone

@@ -102,11 +102,6 @@ class LibrarySettings(ConfigSection):
         "Context of chunk KV: isolated, filler:PASSAGES or neighbours:COUNT",
         "--encoding",
     )
-    extras: tuple[str, ...] | None = unset(
-        "what it has, none for a new one",
-        "Stored beside chunk KV: inter, anchors:RULE or none",
-        "--extras NAME",
-    )
     promotion: Count0 = 2  # requests that bring a chunk before its KV is stored; 0: never
     # whether a server makes chunk KV that is missing by itself; auto: where it would be used
     background_kv: Literal["auto", "always", "never"] = "auto"
@@ -186,6 +181,8 @@ class EngineSettings(ConfigSection):
     guess_rows: Count | None = unset("what the device likes")  # of a speculation in one step
     background_rows: Count | None = unset("what the device likes")  # of a step in idle time
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
+    # what exact KV and shared chunk KV stay
+    tree_policy: Literal["lru", "lfu", "gdsf", "pgdsf"] | None = unset("pgdsf")
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
     share_chunks: bool | None = unset("on a GPU")  # chunk KV once in the pool for all
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there

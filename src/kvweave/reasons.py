@@ -83,6 +83,7 @@ class Reason(StrEnum):
     SPECULATION_OFF = "speculation is off"
     NO_STAGES = "this search has no stages"
     NO_PROMPT_TIMED = "no prompt was timed yet"
+    MADE_FIRST = "what the strategy needs beside chunk KV may have to be made first"
     SEARCH_TOO_SHORT = "the search is too short to compute anything beside it"
 
 

@@ -326,21 +326,6 @@ def test_control_tokens_in_users_words_stay_words(chat_model_folder: Path) -> No
     assert tokenizer.decode(prompt.chunks[0]) == chunk_text(Document(attack, attack))
 
 
-def test_extras_alone_keep_the_stored_encoding(tmp_path: Path, chat_model_folder: Path) -> None:
-    def opened(**wanted: object) -> Weave:
-        return Weave.open(tmp_path / "kb", model=str(chat_model_folder), device="cpu", **wanted)
-
-    with opened(encoding="filler:1") as weave:
-        weave.ingest(TEXTS[0], chunk_kv=True)
-    with opened(extras=["inter"]) as weave:
-        prepared = weave.library.encoder.preparation
-        assert (str(prepared.variant), prepared.extras) == ("filler:1", ("inter",))
-        weave.ingest(TEXTS[0], chunk_kv=True)
-    with opened(encoding="isolated") as weave:
-        prepared = weave.library.encoder.preparation
-        assert (str(prepared.variant), prepared.extras) == ("isolated", ("inter",))
-
-
 def test_a_damaged_profile_is_no_trouble_of_who_does_not_need_it(
     weave: Weave, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """What is calibrated fits into the model's context, or is refused by name."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,15 +62,14 @@ class World:
     def fillers(self, num_passages: int) -> int:
         return len(filler_ids(self.tokenizer, num_passages))
 
-    def needed(self, encoding: str, strategies: Sequence[str] = ()) -> int:
+    def needed(self, encoding: str) -> int:
         kind, _, size = encoding.partition(":")
         chunk, behind = self.longest, 0
         if kind == "filler":
             behind = self.fillers(int(size))
         if kind == "neighbours":
             chunk, behind = KB_CHUNK, self.fillers(4) + int(size) * KB_CHUNK
-        beside = self.repeat_len + chunk if "qcfuse" in strategies else 0
-        return self.preamble_len + behind + chunk + beside
+        return self.preamble_len + behind + chunk
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def world(chat_model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_just_fits_is_let_through_and_one_position_less_is_refused(
     world: World, encoding: str, strategies: tuple[str, ...]
 ) -> None:
-    needed = world.needed(encoding, strategies)
+    needed = world.needed(encoding)
     for kb in (True, False)[: 1 if encoding.startswith("neighbours") else 2]:
         world.check(needed, encoding, *strategies, kb=kb)
         with pytest.raises(ConfigError, match=f"do not fit into the {needed - 1:,} positions"):
@@ -106,15 +104,3 @@ def test_where_no_size_fits_another_encoding_is_named(world: World) -> None:
         world.check(world.preamble_len + KB_CHUNK, "neighbours:1")
     with pytest.raises(ConfigError, match=r"give --encodings filler$"):
         world.check(world.needed("neighbours:1") - 1, "neighbours:1")
-
-
-def test_where_a_chunk_is_too_long_to_be_repeated_the_strategy_is_named(world: World) -> None:
-    room = world.preamble_len + world.repeat_len + 2 * world.longest - 2
-    without = "anchors:kvzip.*; give --strategies without qcfuse, or "
-    for kb, rest in (
-        (True, "a new knowledge base with --chunk-tokens"),
-        (False, "passages of"),
-    ):
-        with pytest.raises(ConfigError, match=f"{without}{rest} {world.longest - 1}"):
-            world.check(room, "isolated", "epic", "qcfuse", kb=kb)
-    world.check(room, "isolated", "epic")

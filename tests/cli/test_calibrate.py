@@ -99,7 +99,8 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "here.json"
-    options = ["--strategies", "reuse,epic", "--ratios", "0.3", "--limit", 2, "--profile", path]
+    names = ["reuse", "epic", "epic:16", "cachecraft"]
+    options = ["--ratios", "0.3", "--limit", 2, "--profile", path, "--strategies", ",".join(names)]
     ran = run(
         "calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--bound", 0, "--json"
     )
@@ -107,7 +108,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     said = json.loads(ran.out)
     assert said["chosen"] == {"filler:4": None}  # what ingest prepares unless told otherwise
     assert said["profile"] == str(path)
-    assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["order", "reuse", "epic"]
+    assert [cell["strategy"] for cell in said["tables"][0]["cells"]] == ["order", *names]
     assert said["tables"][0]["num_questions"] == 2
     assert path.is_file()
     assert profile_of(chat_model_folder) is None  # written there and not to the user's folder
@@ -266,18 +267,12 @@ def test_bad_options_are_refused_before_the_model_loads(
     assert says in refused(run("calibrate", *given, "--model", "no-such-model"))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["--strategies", "qcfuse"], "find them with `kvweave calibrate layers`"),
-        (["--strategies", "cachecraft"], "cannot measure 'cachecraft'"),
-    ],
-)
-def test_what_cannot_be_measured_is_said(
-    run: Run, chat_model_folder: Path, qa_file: Path, options: list[str], says: str
+@pytest.mark.parametrize("name", ["qcfuse", "qcfuse:sink"])
+def test_critical_layers_are_found_before_they_are_measured(
+    run: Run, chat_model_folder: Path, qa_file: Path, name: str
 ) -> None:
-    ran = run("calibrate", "--qa", qa_file, "--model", chat_model_folder, *options)
-    assert says in refused(ran)
+    ran = run("calibrate", "--qa", qa_file, "--model", chat_model_folder, "--strategies", name)
+    assert "find them with `kvweave calibrate layers`" in refused(ran)
 
 
 def test_layers_want_marked_answers(run: Run, chat_model_folder: Path, tmp_path: Path) -> None:

@@ -90,20 +90,17 @@ def test_kv_is_found_by_who_asks_with_the_same_settings(
 
 
 def test_what_is_not_given_stays_as_it_was_prepared(world: World) -> None:
-    def prepared() -> tuple[str, tuple[str, ...]]:
+    def prepared() -> str:
         found = read_preparation(world.kb / "kv")
         assert found is not None
-        return str(found.variant), found.extras
+        return str(found.variant)
 
     world.stored("--encoding", "filler:1")
-    world.stored("--extras", "inter")
-    assert prepared() == ("filler:1", ("inter",))
-    world.stored("--encoding", "isolated")
-    assert prepared() == ("isolated", ("inter",))
     world.stored()
-    assert prepared() == ("isolated", ("inter",))
-    world.stored("--extras", "none")
-    assert prepared() == ("isolated", ())
+    assert prepared() == "filler:1"
+    world.stored("--encoding", "isolated")
+    world.stored()
+    assert prepared() == "isolated"
 
 
 def test_a_refused_refresh_leaves_the_preparation_alone(world: World) -> None:
@@ -120,11 +117,9 @@ def test_a_refused_refresh_leaves_the_preparation_alone(world: World) -> None:
     [
         (["--encoding", "isolated"], "--encoding is for computing chunk KV; add --kv"),
         (["--encoding", "magic"], "add --kv"),
-        (["--extras", "inter"], "--extras is for computing chunk KV; add --kv"),
         (["--dtype", "bfloat16", "--quant", "int8"], "--dtype, --quant are for"),
         (["--kv", "--encoding", "magic"], "encoding 'magic' is unknown"),
         (["--kv", "--encoding", ""], "encoding '' is unknown"),
-        (["--kv", "--extras", "magic"], "extra 'magic' is unknown"),
     ],
 )
 def test_options_for_chunk_kv_are_judged_before_anything_is_made(

@@ -40,7 +40,6 @@ TYPED: dict[str, tuple[str, Any]] = {  # flag → what is typed, and what the ke
     "--nothing-found": ("answer", "answer"),
     "--alias": ("gpt", ["gpt"]),
     "--log-level": ("debug", "debug"),
-    "--extras": ("inter", ["inter"]),
     "--port": ("9000", 9000),
     "--log-format": ("json", "json"),
     "--running": ("2", 2),
@@ -77,7 +76,7 @@ def test_people_see_every_setting_its_value_and_its_source(
     monkeypatch.setenv("KVWEAVE_QUALITY_BOUND", "0.05")
     monkeypatch.setenv("COLUMNS", "160")
     (here / "kvweave.toml").write_text('[store]\nhost_bytes = "1536MiB"\n')
-    ran = run("config", "show", "--device", "cpu", "--extras", "none")
+    ran = run("config", "show", "--device", "cpu", "--encoding", "isolated")
     assert (ran.code, ran.err) == (0, "")
     heading, *lines, last = ran.out.splitlines()
     assert heading.split() == ["setting", "value", "from"]
@@ -87,7 +86,7 @@ def test_people_see_every_setting_its_value_and_its_source(
         "(qwen2.5-coder-0.5b, or smollm2 where that cannot be had) default"
     )
     assert rows["model.device"] == "cpu --device"
-    assert rows["library.extras"] == "none --extras"
+    assert rows["library.encoding"] == "isolated --encoding"
     assert rows["store.host_bytes"] == "1,536 MiB kvweave.toml"
     assert rows["engine.pool_tokens"] == "(a quarter of the free memory) default"
     assert rows["quality.bound"] == "0.05 KVWEAVE_QUALITY_BOUND"

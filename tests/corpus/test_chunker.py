@@ -13,6 +13,7 @@ from kvweave.corpus.chunker import (
     Chunker,
     make_chunk_id,
     section_title,
+    summary_of,
 )
 from kvweave.errors import ConfigError
 from kvweave.text.tokenizer import Tokenizer
@@ -176,3 +177,28 @@ def test_chunks_of_one_document_are_told_apart_by_their_headings_without_anchors
     assert titles[0].count("Nodes") == 1
     assert "Nodes › Drain" in titles
     assert not any("{" in title for title in titles)
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        (
+            "Draining\n\nTo drain a node,\ncordon it. Then evict.",
+            "To drain a node, cordon it. Then evict.",
+        ),
+        ("# Title {#t}\n\nOne thing (of many.) And another", "One thing (of many.)"),
+        ("Draining\nTo drain a node, cordon it.\n\n", "To drain a node, cordon it."),
+        ("a list\n\n- of words", "- of words"),
+        ("Ist es so? \u201eJa.\u201d", "Ist es so? \u201eJa.\u201d"),
+        ("\n\n", ""),
+        ("Short. " + "word " * 60 + "end.", "Short."),
+    ],
+)
+def test_a_summary_is_the_first_sentences_without_titles(text: str, summary: str) -> None:
+    assert summary_of(text) == summary
+
+
+def test_a_summary_of_one_long_sentence_is_cut_at_a_word() -> None:
+    summary = summary_of("word " * 60 + "end.")
+    assert len(summary) <= 160
+    assert summary.endswith("word \u2026")

@@ -110,7 +110,7 @@ def answered(engine: Engine, request: EngineRequest, way: str) -> Ticket:
         ("epic", "joined"),
         ("reuse", "joined"),
         ("cacheblend", "whole"),
-        ("kvshare", "whole"),
+        ("kvshare-like", "whole"),
     ],
 )
 def test_chunks_computed_in_front_are_exact_and_enter_the_tree(
@@ -185,7 +185,9 @@ def test_all_that_a_crowd_leaves_in_the_tree_is_exact(world: World, seed: int) -
                 request = with_chunks(PREAMBLE, chunks, QUESTION)
             else:
                 computed = rng.sample(range(len(chunks)), rng.randint(0, len(chunks)))
-                request = feeding(world, chunks, computed, rng.choice(["weave", "epic", "kvshare"]))
+                request = feeding(
+                    world, chunks, computed, rng.choice(["weave", "epic", "kvshare-like"])
+                )
             held, background = rng.choice([(False, False), (True, False), (False, True)])
             ticket = engine.submit(replace(request, background=background), held=held)
             if rng.random() < 0.25:

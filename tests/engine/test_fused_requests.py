@@ -50,7 +50,7 @@ def world(float_decoder: Decoder, tmp_path: Path) -> Iterator[World]:
     world.store.close()
 
 
-@pytest.mark.parametrize("strategy", ["reuse", "weave", "cacheblend", "kvshare", "epic"])
+@pytest.mark.parametrize("strategy", ["reuse", "weave", "cacheblend", "kvshare-like", "epic"])
 def test_a_fused_answer_is_the_same_as_alone(world: World, strategy: str) -> None:
     request = world.request(
         [CHUNKS[2], CHUNKS[0], CHUNKS[2]], strategy, 0.3 * (strategy != "reuse")

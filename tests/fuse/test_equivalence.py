@@ -36,7 +36,12 @@ from worlds.fuse import (
 )
 from worlds.tiny_models import VARIANTS, make_model_folder
 
-IN_FLIGHT = ["cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare"]  # all rows run 0 and 1
+IN_FLIGHT = [
+    "cacheblend",
+    "cacheblend-k",
+    "cacheblend-gradual",
+    "kvshare-like",
+]  # all rows run 0 and 1
 DENSE = ["llama", "llama-yarn", "qwen2", "qwen3"]
 
 

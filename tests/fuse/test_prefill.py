@@ -181,10 +181,14 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     decoder: Decoder, store: KVStore
 ) -> None:
     texts = Texts(filler=(5, 6, 7, 8))
-    preparation = Preparation.parse("filler:1", ["inter", "anchors:kvzip"])
+    preparation = Preparation.parse("filler:1")
     encoder = ChunkEncoder(decoder, store, context_of(decoder), preparation, texts)
     encoder.encode([make_chunk(ids) for ids in CHUNKS])
     encoder.encode_isolated([make_chunk(CHUNKS[0])])
+    assert store.flush()
+    extras = ("inter", "anchors:kvzip")
+    encoder.add_extras([make_chunk(ids) for ids in CHUNKS], extras)
+    encoder.add_extras([make_chunk(CHUNKS[0])], extras, isolated=True)
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
     frame = PromptFrame(encoder.preamble, QUESTION)
@@ -473,15 +477,6 @@ def test_the_record_counts_work_bytes_and_time(decoder: Decoder, store: KVStore)
         assert record.stages.load > 0
         assert record.stages.compute > 0
     assert by_name["weave"].stages.select > 0
-
-
-def test_other_extras_have_other_keys(decoder: Decoder, store: KVStore) -> None:
-    keys = set()
-    for extras in ([], ["inter"], ["inter", "anchors:sink"]):
-        preparation = Preparation.parse("isolated", extras)
-        encoder = ChunkEncoder(decoder, store, context_of(decoder), preparation)
-        keys |= {encoder.key(CHUNKS[0]), encoder.exact_key(CHUNKS[0])}
-    assert len(keys) == 3
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16"])

@@ -18,7 +18,7 @@ from worlds.fuse import CHUNKS, SELECTING, Prefilled, World, assert_same_kv, ful
 from worlds.slices import InPages, make_pool
 from worlds.tiny_models import make_model_folder
 
-IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare")
+IN_FLIGHT = ("cacheblend", "cacheblend-k", "cacheblend-gradual", "kvshare-like")
 SLICED = ["reuse", *(name for name in SELECTING if name not in IN_FLIGHT)]
 EXACT = 1e-10  # float64: another order of adding and nothing more
 DRIFTED = 1e-4  # the mean of changes is float32, and is added to rows that later layers look at

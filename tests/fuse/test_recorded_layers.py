@@ -297,7 +297,8 @@ class _NoQuestions:
 
 
 @pytest.mark.parametrize(
-    "name", ["reuse", "fusionrag", "weave", "prophetkv", "qcfuse", "cacheblend-gradual", "kvshare"]
+    "name",
+    ["reuse", "fusionrag", "weave", "prophetkv", "qcfuse", "cacheblend-gradual", "kvshare-like"],
 )
 def test_a_prompt_fused_over_recorded_layers_is_the_one_fused_plainly(
     decoder: Decoder,

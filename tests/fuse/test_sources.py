@@ -92,7 +92,15 @@ def test_stored_bytes_are_never_written(decoder: Decoder) -> None:
     arrived = packed(world)
     before = {key: bytes(chunk.memory.view) for key, chunk in arrived.chunks.items()}
     world.source = StoredChunks(decoder, world.request.placed, arrived)  # type: ignore[assignment]
-    for name in ("reuse", "epic", "fusionrag-code", "prophetkv", "cacheblend", "kvshare", "weave"):
+    for name in (
+        "reuse",
+        "epic",
+        "fusionrag-code",
+        "prophetkv",
+        "cacheblend",
+        "kvshare-like",
+        "weave",
+    ):
         for ratio in (0.0, 0.3, 1.0):
             world.fuse(name, ratio)
     assert {key: bytes(chunk.memory.view) for key, chunk in arrived.chunks.items()} == before

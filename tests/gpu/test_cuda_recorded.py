@@ -25,7 +25,7 @@ from worlds.tiny_models import make_model_folder
 pytestmark = pytest.mark.gpu
 
 CHUNKS = make_ids(2, 40, 1, 130, 25, 64)
-WAYS = ["reuse", "fusionrag", "weave", "prophetkv", "qcfuse", "cacheblend", "kvshare"]
+WAYS = ["reuse", "fusionrag", "weave", "prophetkv", "qcfuse", "cacheblend", "kvshare-like"]
 VARIANTS = ["llama", "llama-biases", "qwen3"]
 # wide enough for the attention kernel of Hopper, which a tiny head is not
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
 LAYERS = LayerProfile(
     4, 2000.5, (0.1, 0.3), (0.0, 0.2), (0.2, 0.4), (1, 0), (0.3, 0.31), 0.25, 0.35, (1,)
 )
-PROFILED = "qcfuse"  # a strategy for models whose layers were measured
+PROFILED = "qcfuse"  # a strategy that looks at the layers of a model's profile
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +51,15 @@ def folders(chat_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 def models(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ModelSet]:
-    """The layers of `twin` were measured, those of the others not."""
+    """The layers of `twin` were measured; the profile of `tiny` has layers that it has not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVWEAVE_HOME", str(tmp_path_factory.mktemp("home")))
         made = ModelSet([make_weave(folder, name=name) for name, folder in folders.items()])
-        runtime = made.weave_for("twin").runtime
-        weights = runtime.decoder.weights.fingerprint
-        profile = Profile("twin", weights, runtime.tokenizer.fingerprint, LAYERS)
-        save_profile(user_path(weights), profile)
+        for name, layers in (("twin", LAYERS), ("tiny", replace(LAYERS, critical=(99,)))):
+            runtime = made.weave_for(name).runtime
+            weights = runtime.decoder.weights.fingerprint
+            profile = Profile(name, weights, runtime.tokenizer.fingerprint, layers)
+            save_profile(user_path(weights), profile)
         yield made
         made.close()
 
@@ -233,7 +235,11 @@ def test_a_strategy_is_refused_by_the_model_that_is_not_ready_for_it(client: Ope
         each["name"]: [way["name"] for way in each["strategies"]]
         for each in told(client, "info")["models"]
     }
-    assert [name for name in ways if PROFILED in ways[name]] == ["twin"]
+    assert [name for name in ways if PROFILED in ways[name]] == ["twin", "apart"]
+    (tiny, *others) = told(client, "info")["models"]
+    refused = {each["name"]: each["why"] for each in tiny["refused"]}
+    assert "kvweave calibrate layers" in refused[PROFILED]
+    assert [each["refused"] for each in others] == [[], []]
     for over in ({"kb": "notes"}, {"documents": [{"text": ZORB["text"]}]}):
         asked = {"ways": [{"reuse": "full"}, {"reuse": PROFILED}], **over}
         (refused,) = compared(client, 400, model="tiny", **asked)

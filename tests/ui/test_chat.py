@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from kvweave.app.dial import REUSES
 from worlds.browsing import Visiting
 from worlds.page_servers import bring
 from worlds.serving import KbServer
 
+SUMMARY = "To drain a node, cordon it first. Then evict its pods."
 DONE = '.message.answer[data-state="done"]'
 
 
@@ -37,6 +39,11 @@ def test_upload_ask_and_open_details(visit: Visiting, empty: KbServer, tmp_path:
         expect(page.get_by_role("heading", name="how do I drain a node?")).to_be_visible()
         expect(page.locator(".tokens")).to_contain_text("cordon")
         expect(page.locator(".passage")).to_have_count(1)
+        expect(page.locator(".passage .summary")).to_have_text(SUMMARY)
+        page.go_back()
+        page.get_by_role("button", name="Library").click()
+        page.locator(".library-row").click()
+        expect(page.locator(".chunks-of .summary")).to_have_text(SUMMARY)
 
 
 def test_a_source_opens_its_passage(visit: Visiting, tiny: KbServer, notes: str) -> None:
@@ -255,3 +262,40 @@ def test_an_answer_is_called_sooner_only_where_passages_were_reused(
         expect(timing).to_contain_text("full prefill: about 1.50 s")
         expect(timing).to_contain_text("exact")
         expect(timing.get_by_text("1.5× sooner")).to_have_count(int(exact > 100))
+
+
+def test_every_published_mode_can_be_chosen_under_more(
+    visit: Visiting, tiny: KbServer, notes: str
+) -> None:
+    with visit(tiny.url) as v:
+        page = v.go("chat/new")
+        page.get_by_label("Knowledge base").select_option(notes)
+        page.get_by_text("More", exact=True).click()
+        mode = page.locator(".modes select")
+        names = mode.locator("option").evaluate_all("all => all.map((one) => one.value)")
+        assert names[1:] == list(REUSES)
+        sent: list[dict[str, object]] = []
+        page.on(
+            "request",
+            lambda request: (
+                sent.append(json.loads(request.post_data or "{}"))
+                if request.url.endswith("/chat/completions")
+                else None
+            ),
+        )
+        mode.select_option("qcfuse:sink")
+        expect(page.locator("#dial-words")).to_contain_text("qcfuse:sink")
+        page.get_by_label("Recompute %").fill("40")
+        ask(page, "what does a quota limit?")
+        expect(page.locator(DONE)).to_have_count(1)
+        assert sent[0]["reuse"] == {"strategy": "qcfuse:sink", "ratio": 0.4}
+        mode.select_option("epic:16")
+        expect(page.get_by_label("Recompute %")).to_have_count(0)
+        ask(page, "what is a taint?")
+        expect(page.locator(DONE)).to_have_count(2)
+        assert sent[1]["reuse"] == {"strategy": "epic:16", "ratio": None}
+        page.get_by_label("exact", exact=True).check(force=True)
+        expect(mode).to_have_value("")
+        ask(page, "and pods?")
+        expect(page.locator(DONE)).to_have_count(3)
+        assert sent[2]["reuse"] == "prefix"

@@ -41,11 +41,13 @@ class World:
         tiers = (HostTierConfig(1 << 20), DiskTierConfig(folder))
         self.store = KVStore(StoreConfig(tiers=tiers))
         context = KeyContext("m", "float32", "raw", "t", PREAMBLE, "r")
-        extras = Preparation.parse("isolated", ("anchors:kvzip",))
+        isolated = Preparation.parse("isolated")
         self.encoder = ChunkEncoder(
-            encoding or decoder, self.store, context, extras, Texts(repeat=(1, 2, 3))
+            encoding or decoder, self.store, context, isolated, Texts(repeat=(1, 2, 3))
         )
-        self.encoder.encode([Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS])
+        chunks = [Chunk(ChunkId(repr(c)), "", "", tuple(c)) for c in CHUNKS]
+        self.encoder.encode(chunks)
+        self.encoder.add_extras(chunks, ["anchors:kvzip"])
         assert self.store.flush()
 
     def part(self, chunks: list[tuple[int, ...]], strategy: str, ratio: float) -> FusedPart:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from kvweave.app.answer.question import AUTO
 from kvweave.app.hosts import ModelHost
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.selectors.strategies import NAMES, default_ratio
+from kvweave.fuse.selectors.strategies import OFFERED, default_ratio
 
-REUSES = ("full", AUTO, *(name for name in NAMES if name != "full"))
+REUSES = ("full", AUTO, *(name for name in OFFERED if name != "full"))
 
 
 class DialPosition(NamedTuple):
@@ -54,28 +54,30 @@ DIAL = (
 
 
 class OfferedWay(NamedTuple):
-    """A `reuse` that a model is ready for."""
+    """A `reuse`, and whether a model is ready for it."""
 
     name: str
     ratio: float  # where none is given; 0: it takes none
+    why: str  # it cannot be asked for; "": it can
 
 
 def offered_ways(weave: ModelHost, model: str) -> list[OfferedWay]:
-    """What people may choose from to compare with one of `weave`'s models, full prefill first."""
+    """What people may choose from to compare with one of `weave`'s models, full prefill first, and
+    what they may not."""
 
-    def is_ready(name: str) -> bool:
+    def find_refusal(name: str) -> str:
         try:
             weave.check_strategy(name, model=model)
-        except (ConfigError, RequestError):  # not ready, or the model's last upstream just left
-            return False
-        return True
+        except (ConfigError, RequestError) as error:  # or the model's last upstream just left
+            return str(error)
+        return ""
 
-    return [OfferedWay(name, default_ratio(name)) for name in REUSES if is_ready(name)]
+    return [OfferedWay(name, default_ratio(name), find_refusal(name)) for name in REUSES]
 
 
 def offered_dial(ways: Sequence[OfferedWay]) -> list[DialPosition]:
     """The positions that can be asked for."""
-    names = {way.name for way in ways}
+    names = {way.name for way in ways if not way.why}
     return [each for each in DIAL if _strategy(each) in names]
 
 

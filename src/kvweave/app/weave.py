@@ -154,7 +154,6 @@ class Weave:
         system: str = SYSTEM,
         embedder: str | None = None,
         encoding: str | None = None,
-        extras: Sequence[str] | None = None,
         promotion: int = PROMOTION,
         speculate: SpeculationMode = "auto",
         background_kv: bool = False,
@@ -165,18 +164,16 @@ class Weave:
         `kb` is the folder of a knowledge base, made if it is not there, whose embedder is loaded as
         well; None does without one. `embedder` None is the one it was made with, MiniLM for a new
         one. `encoding` is the encoding context of chunk KV ("isolated", "filler:4", "neighbours:3";
-        "neighbours" are as many as calibration found for the model, 3 if it did not) and `extras`
-        what is stored beside it; None, each for itself, is what the knowledge base has, filler
-        without extras for a new one. `promotion`: how many requests bring a document that was never
-        ingested before its KV is stored with the knowledge base; 0: never. `speculate` computes
-        prompts while their chunks are searched for: "auto" where that is expected to gain time,
-        "on" always, "off" never. `background_kv` makes the KV of chunks that have none in idle
-        time, for as long as this Weave is open: `kv_progress` says how far it is.
+        "neighbours" are as many as calibration found for the model, 3 if it did not); None is what
+        the knowledge base has, filler for a new one. `promotion`: how many requests bring a
+        document that was never ingested before its KV is stored with the knowledge base; 0: never.
+        `speculate` computes prompts while their chunks are searched for: "auto" where that is
+        expected to gain time, "on" always, "off" never. `background_kv` makes the KV of chunks that
+        have none in idle time, for as long as this Weave is open: `kv_progress` says how far it is.
         """
-        names = None if extras is None else tuple(extras)
         config = WeaveConfig(
             ModelChoice(None if model is None else str(model), str(device), dtype, quant, system),
-            LibrarySettings(encoding=encoding, extras=names, promotion=promotion),
+            LibrarySettings(encoding=encoding, promotion=promotion),
             speculation=SpeculationSettings(speculate),
         )
         return cls.from_config(config, kb, embedder=embedder, background_kv=background_kv)

@@ -14,14 +14,7 @@ from typing import Protocol
 from kvweave.calibrate.case import Case
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix, parse_variant, variant_name
-from kvweave.fuse.encode.extras import (
-    SHARE,
-    choose_anchors,
-    compute_extras,
-    extra_name,
-    kvzip_scores,
-    pack_anchors,
-)
+from kvweave.fuse.encode.extras import compute_extras, extra_name
 from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.kv.format.codec import LayerKV
@@ -80,38 +73,32 @@ class FixedContext:
         name: str,
         context_ids: Sequence[int],
         repeat_ids: Sequence[int],
-        *,
-        anchor_share: float = SHARE,
     ) -> None:
-        """`repeat_ids` ask for a repetition of the chunk, for KVzip anchors; see anchors.py."""
+        """`repeat_ids` ask for a repetition of the chunk, for KVzip anchors; see extras.py."""
         self.name = name
         self._decoder = decoder
         self._prefixes = prefixes
         self.context = variant_name(parse_variant(name), context_ids)
         self._context = tuple(context_ids)
         self._repeat = tuple(repeat_ids)
-        self._anchor_share = anchor_share
 
     def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
-        unknown = set(extras) - {KVZIP}
-        assert not unknown, f"{sorted(unknown)} cannot be computed on the spot"
         num_first = 0 if case.history else 1  # where isolated KV is what full prefill computes
         first, rest = case.keys[:num_first], case.keys[num_first:]
         made: list[list[LayerKV]] = []
-        anchors: dict[ChunkKey, bytes] = {}
+        beside: dict[str, dict[ChunkKey, bytes]] = {name: {} for name in extras}
         for keys, context in ((first, ()), (rest, self._context)):
             prefix = self._prefixes.prefix_for((*case.preamble, *context))
             chunks = case.chunks[len(made) : len(made) + len(keys)]
             for run in passes([len(chunk) for chunk in chunks]):
                 batch = [chunks[i] for i in run]
                 layers = encode_chunks(self._decoder, prefix, batch)
-                if KVZIP in extras:
-                    scores = kvzip_scores(self._decoder, prefix, batch, layers, self._repeat)
-                    for i, kv, each in zip(run, layers, scores, strict=True):
-                        packed = pack_anchors(choose_anchors(kv, each, self._anchor_share))
-                        anchors[keys[i]] = packed
+                found = compute_extras(self._decoder, extras, prefix, batch, layers, self._repeat)
+                for i, each in zip(run, found, strict=True):
+                    for name, blob in each.items():
+                        beside[name][keys[i]] = blob
                 made += layers
-        return ComputedChunks(made, {KVZIP: anchors} if anchors else None)
+        return ComputedChunks(made, beside)
 
 
 class NeighbourContext:
@@ -142,8 +129,6 @@ class NeighbourContext:
         self._nearest = nearest
 
     def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
-        unknown = set(extras) - {KVZIP}
-        assert not unknown, f"{sorted(unknown)} cannot be computed on the spot"
         num_first = 0 if case.history else 1
         near = self._nearest(case.chunks[num_first:])
         behind: list[Sequence[TokenIds]] = [*[()] * num_first, *near]
@@ -155,7 +140,7 @@ class NeighbourContext:
             for chunk, others in zip(case.chunks, behind, strict=True)
         ]
         made: list[list[LayerKV]] = []
-        anchors: dict[ChunkKey, bytes] = {}
+        beside: dict[str, dict[ChunkKey, bytes]] = {name: {} for name in extras}
         for run in passes(lengths):
             prefixes = [
                 neighbour_prefix(self._decoder, front, [(ids, brought[ids]) for ids in behind[i]])
@@ -164,11 +149,15 @@ class NeighbourContext:
                 for i in run
             ]
             layers = encode_chunks(self._decoder, prefixes, [case.chunks[i] for i in run])
-            if KVZIP in extras:
-                for i, prefix, kv in zip(run, prefixes, layers, strict=True):
-                    anchors[case.keys[i]] = self._anchors(prefix, case.chunks[i], kv)
+            for i, prefix, kv in zip(run, prefixes, layers, strict=True):
+                chunk = case.chunks[i]
+                (found,) = compute_extras(
+                    self._decoder, extras, prefix, [chunk], [kv], self._repeat
+                )
+                for name, blob in found.items():
+                    beside[name][case.keys[i]] = blob
             made += layers
-        return ComputedChunks(made, {KVZIP: anchors} if anchors else None)
+        return ComputedChunks(made, beside)
 
     def _brought(
         self, front: Prefix, behind: Sequence[Sequence[TokenIds]]
@@ -181,7 +170,3 @@ class NeighbourContext:
         for run in passes([len(ids) for ids in unique]):
             made += encode_chunks(self._decoder, front, [unique[i] for i in run])
         return dict(zip(unique, made, strict=True))
-
-    def _anchors(self, prefix: Prefix, chunk: TokenIds, layers: list[LayerKV]) -> bytes:
-        (found,) = compute_extras(self._decoder, [KVZIP], prefix, [chunk], [layers], self._repeat)
-        return found[KVZIP]

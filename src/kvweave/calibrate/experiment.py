@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 
 from kvweave.calibrate.asked_kb import AskedKB
 from kvweave.calibrate.case import Case, hash_cases
-from kvweave.calibrate.encodings import KVZIP
 from kvweave.calibrate.gate import BOUND, OWN, Table
 from kvweave.calibrate.measure import ORDER, Setting, measure
 from kvweave.calibrate.questions import template_closing
 from kvweave.calibrate.subject import Subject
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
-from kvweave.errors import ConfigError, RequestError
+from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, digest_ids
 from kvweave.fuse.encode.preparation import Preparation, Shortage, Texts, find_shortage
-from kvweave.fuse.selectors.strategies import open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy, takes_layers
+from kvweave.fuse.strategy import ModelFacts, Strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,22 @@ class Experiment:
 def settings_for(subject: Subject, names: Sequence[str], ratios: Sequence[float]) -> list[Setting]:
     """Another order of the chunks, and every strategy at every ratio; plain reuse once, as it
     recomputes nothing."""
-    num_layers = subject.decoder.spec.num_layers
-    facts = subject.profile.facts(num_layers)
+    facts = subject.profile.facts(subject.decoder.spec.num_layers)
     settings = [ORDER]
-    for strategy in [open_strategy(name, facts) for name in names]:
-        beyond = set(strategy.needs(num_layers).extras) - {KVZIP}
-        if beyond:
-            raise RequestError(
-                f"calibrate cannot measure {strategy.name!r}: it needs {sorted(beyond)[0]!r} "
-                "beside stored chunk KV; leave it out"
-            )
-        each = [0.0] if strategy.selector is None else ratios
+    for strategy in [_open_measured(name, facts) for name in names]:
+        each = ratios if strategy.takes_ratio else [0.0]
         settings += [Setting(strategy, ratio) for ratio in each]
     return settings
+
+
+def _open_measured(name: str, facts: ModelFacts) -> Strategy:
+    """A strategy that is to be measured: with the critical layers that it will be used with."""
+    if takes_layers(name) and not facts.critical_layers:
+        raise ConfigError(
+            f"calibrate measures {name!r} with the critical layers of this model; "
+            "find them with `kvweave calibrate layers`"
+        )
+    return open_strategy(name, facts)
 
 
 def run_experiment(
@@ -91,8 +94,6 @@ def check_room(subject: Subject, experiment: Experiment) -> None:
     """
     cases, kb = experiment.cases, experiment.kb
     spec, closing = subject.decoder.spec, template_closing(subject.tokenizer)
-    strategies = {each.strategy.name: each.strategy for each in experiment.settings}
-    repeating = [n for n, s in strategies.items() if KVZIP in s.needs(spec.num_layers).extras]
     longest = max(len(chunk) for case in cases for chunk in case.chunks)
     preamble_len = len(cases[0].preamble)  # the same for all: it is the system prompt's
     for variant in experiment.variants:
@@ -106,18 +107,16 @@ def check_room(subject: Subject, experiment: Experiment) -> None:
             preamble_len,
             chunk_tokens,
             spec.max_context,
-            repeats=bool(repeating),
         )
         if short is not None:
-            remedy = _remedy(short, repeating, has_kb=kb is not None)
+            remedy = _remedy(short, has_kb=kb is not None)
             raise ConfigError(f"{short.says}; {remedy}")
 
 
-def _remedy(short: Shortage, repeating: Sequence[str], *, has_kb: bool) -> str:
+def _remedy(short: Shortage, *, has_kb: bool) -> str:
     if short.chunk_tokens is None:
         fits = f"{short.encoding} or less" if short.encoding else f"--encodings {short.less}"
         return f"give {fits}"
-    without = f"give --strategies without {', '.join(repeating)}, or " if repeating else "make "
     if has_kb:
-        return f"{without}a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
-    return f"{without}passages of {short.chunk_tokens} tokens or fewer"
+        return f"make a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
+    return f"make passages of {short.chunk_tokens} tokens or fewer"

@@ -5,7 +5,7 @@ chunks, rank all context tokens by the attention they get at one layer, and coun
 marked answer lies in the best 10 %. Layers in the order of that recall are the profile; a curve
 over the best k together says how many are worth their bytes.
 
-The anchor view is fixed (KVzip, 10 %), so only the layer varies, and one probe per sample serves
+The anchor view is fixed (KVzip, a tenth), so only the layer varies, and one probe per sample serves
 all layers. Contexts should have 2,000 tokens: of a short one 10 % is a dozen, and recall noise.
 
 Shapes: L layers, N context tokens, S samples.
@@ -30,7 +30,6 @@ from kvweave.fuse.selectors.query_attention import QueryAttention, View
 from kvweave.fuse.stitched import stitch
 
 BUDGET = 0.10  # of the context's tokens; a constant of profiling, unrelated to serving ratios
-ANCHOR_SHARE = 0.10
 MAX_LAYERS = 8  # length of the curve
 WORTH = 0.005  # recall that one more layer must add
 
@@ -72,9 +71,7 @@ def profile_layers(
     """
     num_layers = decoder.spec.num_layers
     prefixes = ContextPrefixes(decoder)
-    encoding = FixedContext(
-        decoder, prefixes, "isolated", (), repeat_ids, anchor_share=ANCHOR_SHARE
-    )
+    encoding = FixedContext(decoder, prefixes, "isolated", (), repeat_ids)
     kept: list[tuple[Tensor, Tensor]] = []  # scores [L, N] and gold [N] of every sample
     reference: list[float] = []
     for case in cases:

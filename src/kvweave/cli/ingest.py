@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 EXIT_SKIPPED = 1  # some files did not get in, or none did
 # mean nothing without --kv
 ABOUT_KV = (
-    *("--encoding", "--extras", "--refresh-neighbours"),
+    *("--encoding", "--refresh-neighbours"),
     *("--device", "--dtype", "--quant", "--system"),
 )
 
@@ -88,7 +88,7 @@ class IngestArguments:
 )
 @click.option("--prune", is_flag=True, help="Remove documents whose file is gone from PATHS.")
 @click.option("--kv", is_flag=True, help="Compute and store chunk KV too, for ask --reuse.")
-@config_options("library.encoding", "library.extras", "model.system")
+@config_options("library.encoding", "model.system")
 @click.option(
     "--refresh-neighbours",
     is_flag=True,
@@ -229,11 +229,10 @@ def _upload(asked: IngestArguments, pages: list[str]) -> bool:
 def _check_preparation(effective: EffectiveConfig, asked: IngestArguments) -> None:
     """Judge how chunk KV is to be made before a knowledge base is. Raises ConfigError."""
     library = effective.config.library
-    if asked.kv and (library.encoding is not None or library.extras is not None):
-        from kvweave.fuse.encode.preparation import DEFAULT_ENCODING, Preparation
+    if asked.kv and library.encoding is not None:
+        from kvweave.fuse.encode.preparation import Preparation
 
-        encoding = DEFAULT_ENCODING if library.encoding is None else library.encoding
-        Preparation.parse(encoding, library.extras or ())
+        Preparation.parse(library.encoding)
     elif not asked.kv:
         typed = {
             effective.sources[key]

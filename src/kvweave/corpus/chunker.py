@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvweave.errors import ConfigError
@@ -36,6 +37,8 @@ WORD = re.compile(r"\n|[^\S\n]+")
 BLANK = re.compile(r"\s*")
 MIN_CHUNK_TOKENS = 32  # below this a title line leaves no room for text
 CLOSE = "\n\n"  # ends every chunk: part of its ids, so no separator is ever put between chunks
+SUMMARY_CHARS = 160
+ENDS, CLOSING = ".!?…。！？", "\"'”’)]"  # of sentences, and what may stand behind that
 LIKELY_CHARS = 5  # per token: a text no longer than that is tried as one chunk first
 
 
@@ -280,6 +283,27 @@ def words_of(heading: str) -> str:
     words = heading.strip().strip("#").strip()
     anchor = max(words.rfind("{#"), words.rfind("{:")) if words.endswith("}") else 0
     return words[:anchor].rstrip() if anchor > 0 else words
+
+
+def summary_of(text: str) -> str:
+    """The first sentences of a chunk's text, which stand for it: SUMMARY_CHARS characters at most,
+    cut at a word. The title line is passed over; what else is no sentence is taken where there is
+    none."""
+    first, _, rest = text.strip().partition("\n")
+    if first[-1:] not in ENDS and rest and not rest.lstrip()[:1].islower():
+        text = rest
+    paragraphs = (" ".join(each.split()) for each in PARAGRAPH.split(HEADING.sub("", text)))
+    pieces: list[str] = []
+    for words in filter(None, paragraphs):
+        bounds = [0, *(match.end() for match in SENTENCE.finditer(words)), len(words)]
+        pieces += [words[start:end].strip() for start, end in pairwise(bounds) if start < end]
+    sentences = [each for each in pieces if each.rstrip(CLOSING)[-1:] in ENDS] or pieces
+    summary = sentences[0] if sentences else ""
+    for sentence in sentences[1:]:
+        if len(summary) + len(sentence) >= SUMMARY_CHARS:
+            break
+        summary = f"{summary} {sentence}"
+    return shorten(summary, SUMMARY_CHARS, placeholder=" …")
 
 
 def section_title(chunk: Chunk) -> str:

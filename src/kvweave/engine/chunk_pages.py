@@ -4,9 +4,9 @@
 
 A chunk's pages belong to nobody's sequence. Keys lie there turned to their places in the chunk, and
 nothing is written once they are filled. Requests lease what they read; what nobody leases stays as
-long as nobody needs the room. Who goes first is told by the policy of the other tiers: how often it
-is used lately, times what it cost to bring. Ranks of this policy are seconds per token here and in
-the knowledge tree, so both can be asked who has the least valuable (`ExactPrefixes.reclaim`).
+long as nobody needs the room. Who goes first is told by the policy of the knowledge tree: by
+default how often it is used lately, times what it cost to bring, in seconds per token. Ranks are
+alike here and there, so both can be asked who has the least valuable (`ExactPrefixes.reclaim`).
 
 A tenant's chunks are its own, as its exact KV is. What was deleted is found no more: those who
 found it before read it to their end, and then it is gone. Books only: the bytes are the pool's.
@@ -26,7 +26,6 @@ from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.policies import RankHeap, UsageRecord, open_policy
 from kvweave.types import ChunkId
 
-POLICY = "pgdsf"  # as the knowledge tree's
 REMEMBERED = 1 << 16  # chunks whose use is known after they left
 Name = tuple[str, ChunkKey]  # tenant, chunk
 
@@ -108,13 +107,15 @@ class ChunkPages:
         now_s: Callable[[], float] = time.monotonic,
         *,
         rounds: bool = False,
+        policy: str = "pgdsf",
     ) -> None:
-        """`page_tokens` of a chunk fit a page. `rounds`: not with all of their bits."""
+        """`page_tokens` of a chunk fit a page. `rounds`: not with all of their bits. `policy` is
+        the tree's: what is worth least of both leaves first."""
         self._allocator = allocator
         self._page_tokens = page_tokens
         self._now_s = now_s
         self.rounds = rounds
-        self._policy = open_policy(POLICY)
+        self._policy = open_policy(policy)
         self._found: dict[Name, ResidentChunk] = {}
         self._hidden: list[ResidentChunk] = []  # found no more, and leased
         self._idle: RankHeap[ResidentChunk] = RankHeap()  # leased by none: these may leave

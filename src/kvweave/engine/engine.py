@@ -79,7 +79,12 @@ class Engine:
         self._chunks: ChunkPages | None = None
         if self.cfg.share_chunks:
             rounds = pool.codes(0) is not None
-            self._chunks = ChunkPages(self._allocator, pool.chunk_page_tokens, rounds=rounds)
+            self._chunks = ChunkPages(
+                self._allocator,
+                pool.chunk_page_tokens,
+                rounds=rounds,
+                policy=self.cfg.tree_policy,
+            )
         self._prefixes = ExactPrefixes(
             self.cfg, pool, self._allocator, cost_s, self._inbox.post, self._chunks
         )

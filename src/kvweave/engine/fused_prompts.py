@@ -273,7 +273,7 @@ def _has_nothing_to_lay(sequence: EngineSequence) -> bool:
     faster.
     """
     part = sequence.fused_part
-    if sequence.shared is None or (part.strategy.selector is not None and part.ratio):
+    if sequence.shared is None or part.strategy.recomputes(part.ratio):
         return False
     if not sequence.shared.is_filled or sequence.present < len(part.preamble.token_ids):
         return False

@@ -17,7 +17,6 @@ from kvweave.engine.request import FusedPart
 from kvweave.engine.sequence import EngineSequence
 from kvweave.errors import ConfigError
 from kvweave.fuse.prefill import can_share, named_kv
-from kvweave.fuse.request import budget
 from kvweave.kernels.recording import is_out_of_memory
 from kvweave.kv.tree import ChunkRef, TreeLease
 from kvweave.model.decoder import Decoder
@@ -266,7 +265,7 @@ class PageManager:
         named = named_kv(part.chunks, part.store, part.strategy, part.computed)
         num_exact = sequence.num_exact_chunks(lease)
         wanted: list[WantedChunk] = []
-        placed, hits = 0, 0
+        placed, hits = 0, list[int]()
         for place in range(num_exact, len(named)):
             key, ids = named[place]
             if key is None:
@@ -274,9 +273,8 @@ class PageManager:
             wanted.append(WantedChunk(key, sequence.request.chunks[place].id, len(ids)))
             placed += len(ids)
             if place or key != part.chunks[0].exact_key:  # there it is exact: nothing to choose
-                hits += len(ids)
-        recomputed = 0 if part.strategy.selector is None else budget(hits, part.ratio)
-        return wanted, placed - recomputed
+                hits.append(len(ids))
+        return wanted, placed - part.strategy.num_rows(hits, part.ratio)
 
     def _record_admission(
         self, sequence: EngineSequence, lease: TreeLease | None, num_pages: int, cached: int

@@ -102,7 +102,7 @@ class ExactPrefixes:
             host_tokens = 0 if on_cpu else HOST_SHARE * pool.num_pages * pool.page_tokens
         host_bytes = host_tokens * pool.page_bytes // pool.page_tokens
         self.is_on = device_bytes > 0
-        config = TreeConfig(max(1, device_bytes), host_bytes)
+        config = TreeConfig(max(1, device_bytes), host_bytes, cfg.tree_policy)
         self._offload = open_offload(pool, post) if host_bytes and self.is_on else None
         self._tree_pages = TreePages(pool, allocator, self._offload)
         self.tree = KnowledgeTree(config, self._tree_pages, cost_s)

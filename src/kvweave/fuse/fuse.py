@@ -19,7 +19,7 @@ from kvweave.fuse.drift import Mover, make_mover
 from kvweave.fuse.fused_pass import LayerLook, PassResult, fused_pass
 from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.record import PassTrace, ScoredHits
-from kvweave.fuse.request import FuseRequest, State, budget, check_ratio
+from kvweave.fuse.request import FuseRequest, State, check_ratio
 from kvweave.fuse.selector import AnySelector, InFlightChoice, Scene
 from kvweave.fuse.stitched import Stitched, positions_of
 from kvweave.fuse.strategy import REUSE, Strategy
@@ -210,8 +210,8 @@ def select_rows(
     request, selector, taper = stitched.request, strategy.selector, strategy.taper
     hits = positions_of(request.runs(State.REUSED))
     must_compute = positions_of(request.to_compute)
-    count = budget(len(hits), ratio) if selector is not None else 0
     scene = Scene(stitched, hits, scoring=scoring)
+    count = strategy.num_rows([span.num_tokens for span in scene.fused], ratio)
     is_partial = 0 < count < len(hits)
     if taper is not None and not (is_partial and taper.applies(stitched.decoder.spec.num_layers)):
         taper = None  # what is recomputed as a whole is exact

@@ -260,13 +260,21 @@ class StoredPrompt:
             try:
                 made = attempt(request, tell)
             except ChunkLost as lost:  # computed instead; each turn has fewer chunks to lose
-                # what arrived in the wrong shape is not lost to the transfer, only to us
-                missing |= {key: transfer.lost.get(key, Reason.CORRUPT) for key in lost.keys}
+                missing |= {key: self._why_lost(key) for key in lost.keys}
                 continue
             waited_s = self._waited_s + tried_s - started_s
             if not told:
                 tell(made.recomputed)
             return made, partial(self._record, frame, ratio, request, told[0], waited_s)
+
+    def _why_lost(self, key: ChunkKey) -> Reason:
+        """Why a chunk that arrived, or did not, cannot be reused. One of the wrong shape is not
+        lost to the transfer, only to us."""
+        wanted = self._strategy.needs(self._num_layers).extras
+        header = self._transfer.headers().get(key)
+        if header is not None and not header.extras.keys() >= set(wanted):
+            return Reason.NEEDS_MISSING
+        return self._transfer.lost.get(key, Reason.CORRUPT)
 
     def _tell(
         self,

@@ -169,6 +169,10 @@ class FleetTarget:
         answer = RoutedAnswer(self._fleet, planned.request, planned.notes, planned.listeners, guess)
         return Submitted(answer, planned.notes, guess or ReadyRequest())
 
+    def may_guess(self, asked: Asked) -> bool:
+        """Planning computes nothing here."""
+        return True
+
     def get_ready(self, asked: Asked) -> None:
         """Upstreams get themselves ready."""
 

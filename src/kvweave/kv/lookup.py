@@ -22,6 +22,7 @@ from typing import NamedTuple
 from kvweave.errors import TierError
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import Inventory
+from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.removal import Remover
 from kvweave.kv.tier_budget import TierBudget, TierEntry
 from kvweave.kv.tier_slot import IoPool, TierSlot
@@ -45,6 +46,7 @@ class Peek(NamedTuple):
     residency: Residency
     tier: str | None  # fastest tier that has it
     size_bytes: int | None
+    extras: frozenset[str] = frozenset()  # that lie beside it, where that is known: in host memory
 
 
 _BATCH = 1024  # objects booked at a time: others wait for the lock no longer than that takes
@@ -262,7 +264,9 @@ class Finder:
         with self._lock:
             slot, entry = self.find(key, {})
             if slot is not None and entry is not None:
-                return Peek(Residency.HERE, slot.name, entry.size_bytes)
+                header = entry.header  # of objects in host memory
+                extras = frozenset() if header is None else header.extras.keys() - PROVENANCE
+                return Peek(Residency.HERE, slot.name, entry.size_bytes, frozenset(extras))
             arriving_from = self._active.tier_of(key)
             if arriving_from is not None:
                 return Peek(Residency.ARRIVING, arriving_from, None)

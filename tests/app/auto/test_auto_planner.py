@@ -15,6 +15,7 @@ from kvweave.app.answer.question import FILLED, Question, QuestionDefaults
 from kvweave.app.auto.auto_planner import AutoPlanner, PromptPlan
 from kvweave.app.auto.facts import (
     CalibratedGate,
+    fusing_strategies,
     layer_bytes_per_token,
     strategy_info,
 )
@@ -99,11 +100,17 @@ def test_a_closed_gate_is_exact_and_equal_to_full(world: World, weave: Weave) ->
     assert answer.explain.counts["exact"] == len(prompt), "int8 rounds: only the preamble is exact"
 
 
-def test_a_strategy_without_its_profile_is_declined_with_the_way_out(
+def test_a_strategy_without_critical_layers_is_one_that_was_not_calibrated(
     world: World, weave: Weave
 ) -> None:
     world.set_machine()
-    assert reasons(ask(weave))["qcfuse"] is Reason.NO_LAYERS
+    assert reasons(ask(weave))["qcfuse"] is Reason.NOT_CALIBRATED
+
+
+def test_layers_that_a_model_has_not_are_declined_with_the_way_out(world: World) -> None:
+    found, unavailable = fusing_strategies(ModelFacts(world.decoder.spec.num_layers, (99,)))
+    assert unavailable == {"qcfuse": Reason.NO_LAYERS}
+    assert "qcfuse" not in found
     assert "kvweave calibrate layers" in Reason.NO_LAYERS
 
 

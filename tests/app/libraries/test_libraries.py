@@ -59,7 +59,7 @@ def test_it_stays_open_until_the_answer_is_closed(libraries: Libraries) -> None:
     assert libraries.counts().in_use == 0
 
 
-@pytest.mark.parametrize("reuse", ["magic", "qcfuse"])
+@pytest.mark.parametrize("reuse", ["magic", "qcfuse:magic"])
 def test_a_strategy_that_cannot_be_used_is_a_request_error_and_keeps_nothing_open(
     libraries: Libraries, reuse: str
 ) -> None:

@@ -23,17 +23,13 @@ class World:
         self.context = key_context(self.decoder, self.tokenizer)
         self.preamble_len = len(self.context.preamble_ids)
 
-    def check(self, max_context: int, encoding: str, *extras: str) -> None:
-        preparation = Preparation.parse(encoding, extras)
+    def check(self, max_context: int, encoding: str) -> None:
+        preparation = Preparation.parse(encoding)
         texts = Texts.for_preparation(self.tokenizer, preparation, (1, 2))
         check_room(preparation, texts, self.preamble_len, max_context, CHUNK)
 
     def fillers(self, num_passages: int) -> int:
         return len(filler_ids(self.tokenizer, num_passages))
-
-    def repeats(self) -> int:
-        texts = Texts.for_preparation(self.tokenizer, Preparation.parse("isolated"), (1, 2))
-        return len(texts.repeat) + CHUNK
 
 
 @pytest.fixture(scope="module")
@@ -41,33 +37,27 @@ def world(chat_model_folder: Path) -> World:
     return World(chat_model_folder)
 
 
-@pytest.mark.parametrize("extras", [(), ("inter",), ("anchors:kvzip",), ("inter", "anchors:kvzip")])
 @pytest.mark.parametrize("encoding", ["isolated", "filler:3", "neighbours:3"])
 def test_what_just_fits_is_let_through_and_one_position_less_is_refused(
-    world: World, encoding: str, extras: tuple[str, ...]
+    world: World, encoding: str
 ) -> None:
     behind = {"filler:3": world.fillers(3), "neighbours:3": world.fillers(4) + 3 * CHUNK}
     context = behind.get(encoding, 0)
-    beside = world.repeats() if "anchors:kvzip" in extras else 0
-    needed = world.preamble_len + context + CHUNK + beside
-    world.check(needed, encoding, *extras)
+    needed = world.preamble_len + context + CHUNK
+    world.check(needed, encoding)
     with pytest.raises(ConfigError, match=f"do not fit into the {needed - 1:,} positions"):
-        world.check(needed - 1, encoding, *extras)
+        world.check(needed - 1, encoding)
 
 
 @pytest.mark.parametrize("kind", ["filler", "neighbours"])
-@pytest.mark.parametrize("extras", [(), ("anchors:kvzip",)])
-def test_the_size_it_names_fits_and_the_next_does_not(
-    world: World, kind: str, extras: tuple[str, ...]
-) -> None:
-    beside = world.repeats() if extras else 0
+def test_the_size_it_names_fits_and_the_next_does_not(world: World, kind: str) -> None:
     context = world.fillers(2) if kind == "filler" else world.fillers(4) + 2 * CHUNK
-    room = world.preamble_len + context + CHUNK + beside + 5
+    room = world.preamble_len + context + CHUNK + 5
     with pytest.raises(ConfigError, match=f"give {kind}:2 or less"):
-        world.check(room, f"{kind}:7", *extras)
-    world.check(room, f"{kind}:2", *extras)
+        world.check(room, f"{kind}:7")
+    world.check(room, f"{kind}:2")
     with pytest.raises(ConfigError):
-        world.check(room, f"{kind}:3", *extras)
+        world.check(room, f"{kind}:3")
 
 
 def test_where_no_context_fits_isolated_is_named(world: World) -> None:
@@ -83,6 +73,3 @@ def test_where_no_context_fits_isolated_is_named(world: World) -> None:
 def test_where_not_even_the_chunk_fits_a_smaller_one_is_named(world: World) -> None:
     with pytest.raises(ConfigError, match=re.escape("--chunk-tokens 30 or fewer")):
         world.check(world.preamble_len + 30, "filler:1")
-    room = world.preamble_len + world.repeats() - CHUNK + 61
-    with pytest.raises(ConfigError, match=r"--extras without it, or .* --chunk-tokens 30 or fewer"):
-        world.check(room, "isolated", "anchors:kvzip")

@@ -11,7 +11,6 @@ import torch
 from kvweave.errors import ConfigError, CorpusError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks
-from kvweave.fuse.encode.extras import EXTRAS
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.neighbour_table import NeighbourTable
 from kvweave.fuse.encode.preparation import Preparation, Texts
@@ -319,43 +318,40 @@ def test_kv_behind_neighbours_says_whose_text_it_has_seen(decoder: Decoder, tmp_
         assert set(find_keys(tier, lambda of: of.behind == ("c", "d"))) == {keys[ChunkId("a")]}
 
 
-def test_what_a_neighbour_brings_is_the_same_copy_whatever_lies_beside_kv(
+def test_what_a_neighbour_brings_is_what_an_encoder_behind_filler_serves(
     decoder: Decoder, store: KVStore
 ) -> None:
-    plain, beside = (
-        ChunkEncoder(
-            decoder,
-            store,
-            make_context(preamble_ids=PREAMBLE),
-            Preparation.parse("neighbours:3", extras),
-            Texts(FILLER, repeat=(3, 4, 5)),
-            neighbours_of=neighbours_of,
-        )
-        for extras in ((), EXTRAS)
-    )
-    encode_all(plain)
-    ids = CHUNKS["d"].token_ids
-    assert plain.exact_key(ids) != beside.exact_key(ids)
-    assert is_stored(store, beside.filled_key(ids)), "nothing is computed for it a second time"
-    filler = Preparation.parse("filler:4")
-    served = ChunkEncoder(decoder, store, plain.context, filler, Texts(FILLER))
-    assert is_stored(store, served.key(ids)), "and it is what an encoder behind filler serves"
-
-
-def test_extras_are_stored_beside_kv_behind_neighbours(decoder: Decoder, store: KVStore) -> None:
-    preparation = Preparation.parse("neighbours:3", EXTRAS)
     encoder = ChunkEncoder(
         decoder,
         store,
         make_context(preamble_ids=PREAMBLE),
-        preparation,
+        Preparation.parse("neighbours:3"),
+        Texts(FILLER, repeat=(3, 4, 5)),
+        neighbours_of=neighbours_of,
+    )
+    encode_all(encoder)
+    ids = CHUNKS["d"].token_ids
+    filler = Preparation.parse("filler:4")
+    served = ChunkEncoder(decoder, store, encoder.context, filler, Texts(FILLER))
+    assert is_stored(store, served.key(ids))
+
+
+def test_extras_are_added_beside_kv_behind_neighbours(decoder: Decoder, store: KVStore) -> None:
+    encoder = ChunkEncoder(
+        decoder,
+        store,
+        make_context(preamble_ids=PREAMBLE),
+        Preparation.parse("neighbours:3"),
         Texts(FILLER, repeat=(3, 4, 5)),
         neighbours_of=neighbours_of,
     )
     assert encode_all(encoder) == len(NEIGHBOURS)
-    for name in NEIGHBOURS:
-        key = encoder.key(CHUNKS[name].token_ids)
+    extras = ("anchors:kvzip", "inter")
+    second = NeighbourEncoder(encoder, lambda ids: {i: CHUNKS[i] for i in ids})
+    keys = [encoder.key(CHUNKS[name].token_ids) for name in NEIGHBOURS]
+    assert set(second.add_extras([CHUNKS[name] for name in NEIGHBOURS], extras)) == set(keys)
+    for name, key in zip(NEIGHBOURS, keys, strict=True):
         with store.acquire([key]) as lease:
-            transfer = store.load(lease, extras=(*EXTRAS, "behind"))
-            assert all(transfer.extras(extra)[key] for extra in EXTRAS)
+            transfer = store.load(lease, extras=(*extras, "behind"))
+            assert all(transfer.extras(extra)[key] for extra in extras)
             assert bytes(transfer.extras("behind")[key]).decode().split() == [*NEIGHBOURS[name]]

@@ -1,4 +1,4 @@
-"""preparation.json: each part stays as it was stored, and what is wrong in it is said by name."""
+"""preparation.json: the encoding stays as stored, and what is wrong in it is said by name."""
 
 import threading
 from pathlib import Path
@@ -14,41 +14,33 @@ from kvweave.fuse.encode.preparation import (
     write_preparation,
 )
 
-STORED = Preparation.parse("neighbours:2", ["inter"])
+STORED = Preparation.parse("neighbours:2")
 
 
 @pytest.mark.parametrize(
-    ("encoding", "extras", "chosen"),
-    [
-        (None, None, STORED),
-        (None, ["anchors:sink"], Preparation.parse("neighbours:2", ["anchors:sink"])),
-        (None, [], Preparation.parse("neighbours:2")),
-        ("isolated", None, Preparation.parse("isolated", ["inter"])),
-        ("filler:1", [], Preparation.parse("filler:1")),
-    ],
+    ("encoding", "chosen"), [(None, STORED), ("isolated", Preparation.parse("isolated"))]
 )
 def test_what_is_not_given_stays_as_stored(
-    tmp_path: Path, encoding: str | None, extras: list[str] | None, chosen: Preparation
+    tmp_path: Path, encoding: str | None, chosen: Preparation
 ) -> None:
     write_preparation(tmp_path, STORED)
-    assert choose_preparation(tmp_path, encoding, extras) == chosen
+    assert choose_preparation(tmp_path, encoding) == chosen
 
 
-def test_a_new_folder_has_filler_and_no_extras(tmp_path: Path) -> None:
+def test_a_new_folder_has_filler(tmp_path: Path) -> None:
     assert choose_preparation(tmp_path) == Preparation.parse("filler")
-    inter = choose_preparation(tmp_path, extras=["inter"])
-    assert inter == Preparation.parse("filler", ["inter"])
+
+
+def test_a_file_of_a_version_that_noted_extras_is_read(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"encoding": "neighbours:2", "extras": ["inter"]}')
+    assert read_preparation(tmp_path) == STORED
 
 
 @pytest.mark.parametrize(
     "text",
     [
         '{"encoding": 3}',
-        '{"encoding": 3, "extras": []}',
-        '{"encoding": "filler", "extras": "inter"}',
-        '{"encoding": "magic", "extras": []}',
-        '{"encoding": "filler", "extras": [3]}',
-        '{"encoding": "filler", "extras": [["inter"]]}',
+        '{"encoding": "magic"}',
         "[]",
         "{",
         "",

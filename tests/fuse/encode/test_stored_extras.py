@@ -44,7 +44,11 @@ class World:
         self.decoder = decoder
         disk = DiskTierConfig(root)
         with KVStore(StoreConfig((disk,))) as store:
-            self._encoder(store).encode([Chunk(ChunkId(str(i)), "", "", tuple(i)) for i in CHUNKS])
+            chunks = [Chunk(ChunkId(str(i)), "", "", tuple(i)) for i in CHUNKS]
+            encoder = self._encoder(store)
+            encoder.encode(chunks)
+            assert store.flush()
+            encoder.add_extras(chunks, EXTRAS)
             assert store.flush()
         self.store = KVStore(StoreConfig((HostTierConfig(8 << 20, pinned=False), disk)))
         self.encoder = self._encoder(self.store)
@@ -54,7 +58,7 @@ class World:
 
     def _encoder(self, store: KVStore) -> ChunkEncoder:
         context = make_context(preamble_ids=tuple(PREAMBLE))
-        preparation = Preparation.parse("isolated", EXTRAS)
+        preparation = Preparation.parse("isolated")
         return ChunkEncoder(self.decoder, store, context, preparation, Texts(repeat=(3, 4, 5)))
 
     def answer(self, name: str) -> Prefilled:

@@ -29,11 +29,11 @@ from kvweave.fuse.selectors.query_attention import (
     prophetkv,
     qcfuse,
 )
-from kvweave.fuse.selectors.strategies import NAMES, open_strategy
+from kvweave.fuse.selectors.strategies import NAMES, default_ratio, open_strategy, split_ratio
 from kvweave.fuse.selectors.weave import LATE, weave, weave_deep
-from kvweave.fuse.sources import ComputedChunks
+from kvweave.fuse.sources import ChunkLost, ComputedChunks
 from kvweave.fuse.stitched import Stitched
-from kvweave.fuse.strategy import ModelFacts, Strategy
+from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
@@ -212,9 +212,72 @@ def test_an_unknown_strategy_is_refused_with_all_known_names() -> None:
     assert all(name in str(refused.value) for name in NAMES)
 
 
-def test_qcfuse_without_a_profile_names_the_command_that_makes_one() -> None:
-    with pytest.raises(ConfigError, match="kvweave calibrate layers"):
-        open_strategy("qcfuse", ModelFacts(6))
+@pytest.mark.parametrize(
+    ("num_layers", "layers"), [(1, (0,)), (2, (1,)), (6, (4, 3, 5)), (30, (18, 17, 19))]
+)
+def test_qcfuse_without_a_profile_scores_a_little_behind_the_middle(
+    num_layers: int, layers: tuple[int, ...]
+) -> None:
+    opened = open_strategy("qcfuse", ModelFacts(num_layers))
+    assert isinstance(opened.selector, QueryAttention)
+    assert opened.selector.layers == layers
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("qcfuse:kvzip", "anchors:kvzip"),
+        ("qcfuse:sink", "anchors:sink"),
+        ("qcfuse:knorm", "anchors:knorm"),
+        ("qcfuse:25%", "anchors:kvzip:0.25"),
+        ("qcfuse:sink:5%", "anchors:sink:0.05"),
+        ("qcfuse:knorm:100%", "anchors:knorm:1"),
+    ],
+)
+def test_rule_and_share_of_anchors_stand_behind_qcfuses_name(name: str, extra: str) -> None:
+    opened = open_strategy(name, ModelFacts(6, (4, 2)))
+    assert (opened.name, opened.ratio, default_ratio(name)) == (name, 0.5, 0.5)
+    assert opened.needs(6) == Needs("anchors", 4, (2, 4), extras=(extra,))
+
+
+@pytest.mark.parametrize("name", ["qcfuse:best", "qcfuse:0%", "qcfuse:101%", "qcfuse:5%:sink"])
+def test_what_no_anchors_are_chosen_by_is_unknown(name: str) -> None:
+    with pytest.raises(RequestError, match=f"reuse '{name}' is unknown"):
+        open_strategy(name, ModelFacts(6))
+
+
+def test_epic_with_a_number_recomputes_so_many_first_tokens_of_every_chunk(world: World) -> None:
+    for k in (2, 16, 99):
+        fused, _ = world.fuse(f"epic:{k}", 0.0)
+        spans = world.scene().fused
+        first = [range(s.start, min(s.end, s.start + k)) for s in spans]
+        assert list(fused.recomputed) == [at for run in first for at in run]
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [
+        ("weave", ("weave", None)),
+        ("weave:0.15", ("weave", "0.15")),
+        ("weave:", ("weave", "")),
+        ("epic:1", ("epic", "1")),
+        ("epic:16", ("epic:16", None)),
+        ("qcfuse:sink:20%", ("qcfuse:sink:20%", None)),
+        ("qcfuse:sink:0.3", ("qcfuse:sink", "0.3")),
+        ("magic:0.3", ("magic", "0.3")),
+    ],
+)
+def test_a_ratio_behind_a_name_is_told_from_the_parts_of_the_name(
+    text: str, split: tuple[str, str | None]
+) -> None:
+    assert split_ratio(text) == split
+
+
+def test_a_strategy_of_fixed_size_takes_no_ratio() -> None:
+    opened = open_strategy("epic:16", ModelFacts(6))
+    assert chosen_ratio(opened, None) == 0.0
+    with pytest.raises(RequestError, match="reuse 'epic:16' takes no ratio"):
+        chosen_ratio(opened, 0.3)
 
 
 def test_qcfuse_refuses_the_profile_of_a_deeper_model() -> None:
@@ -228,7 +291,7 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     assert {name: s.name for name, s in opened.items()} == {name: name for name in NAMES}
     kept = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
     kept |= {"qcfuse": 0.5, "weave": 0.15, "weave-deep": 0.15, "epic": 0.15, "fusionrag": 0.15}
-    kept |= {"cacheblend": 0.15, "kvshare": 0.15}
+    kept |= {"cacheblend": 0.15, "kvshare-like": 0.15}
     assert {name: opened[name].ratio for name in kept} == kept
     assert [n for n, s in opened.items() if s.drift] == ["weave", "weave-deep", "weave-through"]
     assert [opened[n].reuses for n in ("full", "prefix", "reuse")] == ["none", "exact", "all"]
@@ -243,7 +306,7 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["cacheblend"] == Needs(value_layers=(1,), full_width_layers=1)
     assert needs["cacheblend-k"] == Needs(key_layers=(1,), full_width_layers=1)
     assert needs["cacheblend-gradual"] == Needs(value_layers=(1, 2, 4), full_width_layers=1)
-    assert needs["kvshare"] == Needs(value_layers=(1,), full_width_layers=1)
+    assert needs["kvshare-like"] == Needs(value_layers=(1,), full_width_layers=1)
     assert needs["cachecraft"] == Needs(extras=("inter",))
     assert needs["fusionrag"] == Needs("question", 5, (5,), probes_ahead=True)
     assert needs["fusionrag-code"] == Needs("question", 5, (5,)), "from position 0 on"
@@ -396,7 +459,7 @@ def test_check_layers_that_make_no_sense_are_our_own_bug() -> None:
             CacheBlend("v", checks)
 
 
-def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> None:
+def test_kvshare_like_weighs_deviation_with_attention_at_layer_0(world: World) -> None:
     """Dense attention of all running rows over all keys, in float64."""
     full, request, decoder = world.full, world.request, world.decoder
     rows = torch.tensor([*request.hits, *request.must_compute])
@@ -407,17 +470,17 @@ def test_kvshare_weighs_deviation_with_attention_at_layer_0(world: World) -> Non
     hidden = torch.arange(len(keys)) > rows[:, None]
     mass = logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
     scores = deviation_by_hand(world, 1, "v") * mass[request.hits]
-    fused, _ = world.fuse("kvshare", 0.25)
+    fused, _ = world.fuse("kvshare-like", 0.25)
     assert list(fused.recomputed) == best(scores, world, budget(len(request.hits), 0.25))
     assert fused.recomputed != world.fuse("cacheblend", 0.25)[0].recomputed
 
 
-def test_kvshare_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
+def test_kvshare_like_counts_the_keys_of_missing_chunks(decoder: Decoder) -> None:
     """A miss has no stitched key at layer 0; its fresh one takes part, garbage never does."""
     gap = World(decoder, chunks=LONG, missing={2})
     stitched = over_garbage(gap)
-    fused = fuse(stitched, gap.strategy("kvshare"), 0.25)
-    assert fused.recomputed == gap.fuse("kvshare", 0.25)[0].recomputed
+    fused = fuse(stitched, gap.strategy("kvshare-like"), 0.25)
+    assert fused.recomputed == gap.fuse("kvshare-like", 0.25)[0].recomputed
     assert bool(fused.logits.isfinite().all())
 
 
@@ -438,28 +501,23 @@ def test_cachecraft_takes_the_rows_with_most_attention_outside(decoder: Decoder)
     assert set(five) - set(rows.tolist()) == {one.start}  # a tie among zeros
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        ("cachecraft", "kvweave ingest --kv --extras inter"),
-        ("qcfuse", "kvweave ingest --kv --extras anchors:kvzip"),
-    ],
-)
-def test_what_is_missing_beside_the_chunk_kv_is_named_with_its_command(
-    decoder: Decoder, name: str, command: str
-) -> None:
+@pytest.mark.parametrize("name", ["cachecraft", "qcfuse"])
+def test_chunks_without_what_must_lie_beside_their_kv_are_lost(decoder: Decoder, name: str) -> None:
     whole = World(decoder, chunks=LONG)
-    for keep in (0, 3):
+    keys = [span.key for span in whole.request.placed]
+    for keep in (1, 3):
         extras = {n: dict(list(each.items())[:keep]) for n, each in whole.extras.items()}
-        with pytest.raises(RequestError, match=f"strategy '{name}' needs .*`{command}`"):
+        with pytest.raises(ChunkLost) as lost:
             World(decoder, chunks=LONG, extras=extras).fuse(name, 0.3)
+        assert lost.value.keys == tuple(keys[keep:])
 
 
 def test_inter_attention_of_another_length_is_not_used(world: World) -> None:
-    blobs = dict(world.extras[INTER])
-    blobs[world.request.spans[2].key] += bytes(2)
-    with pytest.raises(RequestError, match="--extras inter"):
+    blobs, key = dict(world.extras[INTER]), world.request.spans[2].key
+    blobs[key] += bytes(2)
+    with pytest.raises(ChunkLost) as lost:
         replace(world, extras={INTER: blobs}).fuse("cachecraft", 0.3)
+    assert lost.value.keys == (key,)
 
 
 # ── the question's attention ────────────────────────────────────────────────────────────────────

@@ -25,9 +25,9 @@ def test_defaults_are_the_connectors_and_the_first_chunk_ends_the_preamble() -> 
 
 
 def test_another_strategy_brings_its_own_ratio() -> None:
-    wish = parse(chunks=[[10, 20]], reuse="cachecraft")
+    wish = parse(chunks=[[10, 20]], reuse="prophetkv")
     assert wish is not None
-    assert wish.ratio == 0.3  # Cache-Craft's own, by chance the default above
+    assert wish.ratio == 0.2
     epic = parse(chunks=[[10, 20]], reuse="epic")
     assert epic is not None
     assert epic.ratio == 0.15
@@ -60,7 +60,8 @@ def test_what_lies_between_chunks_is_a_gap() -> None:
         ({"chunks": [[1, 100]]}, "question"),
         ({"chunks": [[1, 9]], "preamble": 2}, "reaches into"),
         ({"chunks": [[1, 9]], "reuse": "magic"}, "unknown"),
-        ({"chunks": [[1, 9]], "reuse": "qcfuse"}, "critical layers"),
+        ({"chunks": [[1, 9]], "reuse": "qcfuse:sink"}, "more beside chunk KV than vLLM makes"),
+        ({"chunks": [[1, 9]], "reuse": "cachecraft"}, "more beside chunk KV than vLLM makes"),
         ({"chunks": [[1, 9]], "ratio": 1.5}, "no share"),
         ({"chunks": [[1, 9]], "ratio": "much"}, "number"),
         ({"chunks": [[1, 9]], "reuse": "reuse", "ratio": 0.5}, "takes no ratio"),

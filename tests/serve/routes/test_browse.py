@@ -133,6 +133,9 @@ def test_the_hottest_are_those_in_most_prompts(kb_server: KbServer) -> None:
             assert httpx.post(chat, json=body, timeout=60).status_code == 200
     hot = get(kb_server.url, "heat/hottest").json()["data"]
     assert [(h["heading"], h["asked"]) for h in hot] == [("Drain", 3), ("Quota", 1)]
+    assert hot[0]["summary"] == "To drain a node, cordon it first."
+    pieces = get(kb_server.url, f"heat/documents/{hot[0]['document']}").json()["pieces"]
+    assert [each["summary"] for each in pieces] == [hot[0]["summary"]]
     assert len(get(kb_server.url, "heat/hottest?limit=1").json()["data"]) == 1
     chunk = get(kb_server.url, f"heat/chunks/{hot[0]['id']}").json()
     assert (chunk["asked"], chunk["document"]) == (3, hot[0]["document"])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.notes import AnswerTrace
-from kvweave.corpus.chunker import make_chunk_id
+from kvweave.corpus.chunker import make_chunk_id, summary_of
 from kvweave.errors import RequestError
 from kvweave.fuse.record import FuseRecord, PassTrace
 from kvweave.fuse.request import State
@@ -31,6 +31,7 @@ class PartSpan(NamedTuple):
     start: int
     end: int
     chunk: ChunkId | None = None  # of a chunk, and of the history where it is a source
+    summary: str = ""  # of a chunk: its first sentences
 
 
 class LayerDetail(NamedTuple):
@@ -91,11 +92,12 @@ def details_of(answer: Answer, tokenizer: Tokenizer, queue_s: float = 0.0) -> An
     selection = None
     if record is not None and fused is not None and fused.scored:
         selection = SelectionDetail(record.strategy, record.ratio, fused.scored_layers)
+    texts = _texts(tokenizer, ids)
     return AnswerDetails(
-        texts=_texts(tokenizer, ids),
+        texts=texts,
         states=states,
         scores=_scores(len(ids), fused),
-        parts=list(_parts(trace.prompt, {source.chunk for source in answer.sources})),
+        parts=list(_parts(trace.prompt, {source.chunk for source in answer.sources}, texts)),
         layers=[] if fused is None else list(_layers(fused, arrived_s)),
         selection=selection,
         timeline=sorted(_timeline(answer, trace, queue_s), key=lambda entry: entry.start_ms),
@@ -119,7 +121,7 @@ def _scores(num_tokens: int, fused: PassTrace | None) -> list[float | None]:
     return scores
 
 
-def _parts(prompt: Prompt, sources: set[ChunkId]) -> Iterator[PartSpan]:
+def _parts(prompt: Prompt, sources: set[ChunkId], texts: Sequence[str]) -> Iterator[PartSpan]:
     at = len(prompt.preamble)
     if at:
         yield PartSpan("preamble", 0, at)
@@ -128,8 +130,10 @@ def _parts(prompt: Prompt, sources: set[ChunkId]) -> Iterator[PartSpan]:
         yield PartSpan("history", at, at + len(ids), chunk if chunk in sources else None)
         at += len(ids)
     for ids in prompt.chunks:
-        yield PartSpan("chunk", at, at + len(ids), make_chunk_id(ids))
-        at += len(ids)
+        end = at + len(ids)
+        summary = summary_of("".join(texts[at:end]))
+        yield PartSpan("chunk", at, end, make_chunk_id(ids), summary)
+        at = end
     yield PartSpan("question", at, at + len(prompt.question))
 
 

@@ -242,6 +242,11 @@ class EngineTarget:
         tokens = TokenStream(self._client, request, planned.listeners, is_held=is_held)
         return Submitted(self._stream(planned, tokens), planned.notes, tokens)
 
+    def may_guess(self, asked: Asked) -> bool:
+        question, num_layers = asked.question, self.measured.decoder.spec.num_layers
+        named = self.router.open_named(question.reuse, question.ratio)
+        return named is None or not named.strategy.needs(num_layers).extras
+
     def get_ready(self, asked: Asked) -> None:
         question = asked.question
         tools = () if question.tool_use is None else question.tool_use.tools

@@ -346,11 +346,13 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
     """A strategy, with a ratio if one stands behind it: "weave:0.15". Raises ConfigError."""
     if text is None:
         return None, None
-    name, colon, ratio = text.partition(":")
+    from kvweave.fuse.selectors.strategies import split_ratio
+
+    name, ratio = split_ratio(text)
     if not _is_reuse(name):
         raise ConfigError(f"reuse {name!r} is unknown; known: {_reuses()}")
     try:
-        share = float(ratio) if colon else None
+        share = None if ratio is None else float(ratio)
     except ValueError:
         share = math.nan
     if share is not None and (name == AUTO or not 0.0 <= share <= 1.0):

@@ -26,7 +26,7 @@ from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, Pr
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
-from kvweave.fuse.selectors.strategies import NEEDS_PROFILE, open_strategy
+from kvweave.fuse.selectors.strategies import open_strategy, takes_layers
 from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.plan.ordering import OrderPermission
 from kvweave.reasons import Reason
@@ -75,8 +75,8 @@ class Router:
         if name is None or name == AUTO:
             return None
         # a damaged profile does not matter to a strategy that does not use it
-        needed = name in NEEDS_PROFILE
-        facts = self._measured.facts if needed else ModelFacts(self._decoder.spec.num_layers)
+        num_layers = self._decoder.spec.num_layers
+        facts = self._measured.facts if takes_layers(name) else ModelFacts(num_layers)
         strategy = open_strategy(name, facts)
         return NamedStrategy(strategy, chosen_ratio(strategy, ratio))
 
@@ -175,6 +175,8 @@ class Router:
             raise RequestError(f"reuse {strategy.name!r}: {Reason.NO_MEMORY}; leave it out")
         if kv is None:  # without chunks there is nothing but what is exact
             return self._exact(prompt, question, kv, notes)
+        if extras := strategy.needs(self._decoder.spec.num_layers).extras:
+            kv.add_extras((*prompt.history, *prompt.chunks), extras, prompt.as_of)
         fusion = Fusion(strategy, named.ratio)
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
         made = Planned(prompt, request, notes, (partial(_note, notes), partial(_see, kv, prompt)))

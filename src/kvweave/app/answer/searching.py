@@ -44,7 +44,8 @@ class Searcher:
         pays, also of what was found by then after each stage of the search. Whatever fails or
         interrupts the search ends what was guessed."""
         mode = asked.question.speculate or self._cfg.mode
-        num_stages = self._num_stages(mode) if asked.question.search.is_staged else 1
+        may_guess = asked.question.search.is_staged and self._target.may_guess(asked)
+        num_stages = self._num_stages(mode) if may_guess else 1
         if num_stages == 1:
             found = self._settings.look_up(lambda: self.search(asked))
             found = replace(found, not_guessed=self._why_not(mode, asked))
@@ -89,6 +90,8 @@ class Searcher:
             return Reason.SPECULATION_OFF
         if not asked.question.search.is_staged:
             return f"{Reason.NO_STAGES}: {asked.question.search.retrieval}"
+        if not self._target.may_guess(asked):
+            return Reason.MADE_FIRST
         search_s = self._paces.search.search_s
         if self._boundary_s is None or search_s is None:
             return Reason.NO_PROMPT_TIMED

@@ -190,6 +190,11 @@ class Target(Protocol[P, R]):
         it is released; else begin it when its reader asks for the first piece."""
         ...
 
+    def may_guess(self, asked: Asked) -> bool:
+        """Whether planning a prompt of this question is quick: guesses are planned on the few
+        threads that search."""
+        ...
+
     def get_ready(self, asked: Asked) -> None:
         """Do ahead what the first prompt would otherwise wait for; called before a search in
         stages."""

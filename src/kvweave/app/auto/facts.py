@@ -22,7 +22,7 @@ from kvweave.calibrate.gate import (
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.contexts import ISOLATED
-from kvweave.fuse.encode.extras import INTER, SHARE
+from kvweave.fuse.encode.extras import INTER, anchors_of
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.prefill import can_share
 from kvweave.fuse.selectors.strategies import NAMES, open_strategy
@@ -102,8 +102,8 @@ def _extra_bytes(needs: Needs, encoder: ChunkEncoder) -> float:
     """What is read beside the layers, per token: float16 keys and values of a share of the tokens
     for each kind of anchors, one float16 for inter-attention."""
     spec = encoder.decoder.spec
-    copies = sum(name.startswith("anchors") for name in needs.extras)
-    anchors = copies * SHARE * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
+    shares = sum(anchors_of(name)[1] for name in needs.extras if name != INTER)
+    anchors = shares * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
     return anchors + 2 * needs.extras.count(INTER)
 
 
@@ -308,7 +308,7 @@ class StoredChunkPeek:
             size_bytes=0 if on_device else size_bytes,
             exact_when_first=isolated,
             rounded=isolated and self._rounded,
-            has=frozenset() if on_device else frozenset(preparation.extras),
+            has=peek.extras,
             codec="" if on_device else self._encoder.context.codec,
             never_first=not isolated,
         )

@@ -7,6 +7,7 @@ from kvweave.app.answer.settings import ChunkUses
 from kvweave.app.hosts import LibraryHost
 from kvweave.corpus.catalogue import DocumentInfo as DocumentInfo
 from kvweave.corpus.chunker import section_title as section_title  # for those who show chunks
+from kvweave.corpus.chunker import summary_of as summary_of
 from kvweave.corpus.search import SearchOptions
 from kvweave.errors import CorpusError
 from kvweave.types import Chunk, ChunkId, DocumentId, Hit

@@ -150,7 +150,8 @@ class DocumentMemory:
             own.update({context_of(name(())): None for name in (encoder.key, encoder.exact_key)})
             while len(own) > MOST_CONTEXTS:
                 del own[next(iter(own))]
-        return KVBehind(encoder, self._runtime.client, self.promotion, is_own=False)
+        client, promotion = self._runtime.client, self.promotion
+        return KVBehind(encoder, client, promotion, self.maker, is_own=False)
 
     def _first_encoder(self) -> ChunkEncoder:
         with self._lock:

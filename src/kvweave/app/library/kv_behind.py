@@ -10,6 +10,9 @@ keeps the books.
 
 A chunk that stands in front of a prompt takes its isolated KV, which is exact there. That is stored
 as well: with the others where a chunk came back, and at once where it has KV already.
+
+What a strategy wants beside stored KV (`encode/extras.py`) is made when a request first asks for
+it.
 """
 
 import threading
@@ -22,6 +25,7 @@ from kvweave.app.library.runtime import EngineClient
 from kvweave.calibrate.own_evidence import OwnEvidence
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.protocol import Prefix
 from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
@@ -98,20 +102,23 @@ class KVBehind:
         encoder: ChunkEncoder,
         client: EngineClient,
         promotion: ChunkPromotion | None,
-        maker: KVMaker | None = None,
+        maker: KVMaker,
         evidence: OwnEvidence | None = None,
         *,
+        neighbours: NeighbourEncoder | None = None,
         is_own: bool,
     ) -> None:
         """`promotion` stores chunks that come back; None: nothing does. `maker` hears what was
-        asked for. `evidence`: what fusing was found to cost on the documents. `is_own`: the
-        preamble that documents are ingested behind."""
+        asked for. `evidence`: what fusing was found to cost on the documents. `neighbours` encodes
+        what stands behind some. `is_own`: the preamble that documents are ingested behind."""
         self.encoder = encoder
         self.evidence = evidence
         self.is_own = is_own
         self._client = client
         self._promotion = promotion
         self._maker = maker
+        self._neighbours = neighbours
+        self._adding = threading.Lock()  # what two requests lack is made once
         self._preamble: Prefix | None = None
 
     @property
@@ -124,6 +131,22 @@ class KVBehind:
         if self._preamble is None:
             self._preamble = self._client.run_alone(lambda: self.encoder.preamble)
         return self._preamble
+
+    def add_extras(
+        self, chunks: Sequence[tuple[int, ...]], names: Collection[str], as_of: int | None
+    ) -> None:
+        """Make these extras of those chunks of a prompt whose stored KV lacks some, and keep them
+        beside it. Waits for the engine where there is something to make. `as_of` is when the
+        chunks were found: nothing is kept of one that was deleted since."""
+        parts = [Chunk(make_chunk_id(ids), "", "", ids) for ids in chunks]
+        encoder, neighbours = self.encoder, self._neighbours
+        with self._adding:
+            made = encoder.add_extras(parts[:1], names, isolated=True)  # as `named_kv` takes it
+            made += encoder.add_extras(parts[1:], names)
+            if neighbours is not None:
+                made += neighbours.add_extras(parts[1:], names)
+        if made:
+            self._maker.check_replaced(encoder, parts, made, as_of)
 
     def has_kv(self, chunks: Sequence[tuple[int, ...]]) -> bool:
         """Whether some tier has KV of one of these chunks."""
@@ -145,7 +168,7 @@ class KVBehind:
         has_front: bool = False,
     ) -> None:
         """A request with these chunks was answered, see `ChunkPromotion.saw`."""
-        if self._maker is not None and self.is_own:
+        if self.is_own:
             self._maker.note_question([make_chunk_id(ids) for ids in chunks])
         if self._promotion is not None:
             self._promotion.saw(self.encoder, chunks, at_once, as_of, has_front=has_front)

@@ -33,6 +33,7 @@ from kvweave.engine.request import EngineChunk
 from kvweave.errors import CorpusError, EngineClosed, KVWeaveError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, Pace
 from kvweave.fuse.protocol import Prefix
+from kvweave.kv.format.keys import ChunkKey
 from kvweave.types import Chunk, ChunkId
 
 log = logging.getLogger(__name__)
@@ -131,6 +132,23 @@ class KVMaker:
             return
         self._demand.push(chunk_ids)
         self.look()
+
+    def check_replaced(
+        self,
+        encoder: ChunkEncoder,
+        chunks: Sequence[Chunk],
+        keys: Collection[ChunkKey],
+        as_of: int | None,
+    ) -> None:
+        """Look after KV of these chunks that was just encoded again, under `keys`: what was deleted
+        meanwhile goes, as the module says. Waits until it is written."""
+        encoder.store.flush()
+        tenant = encoder.context.tenant_salt
+        kept: set[ChunkKey] = set()
+        for chunk in chunks:
+            if as_of is None or not self._is_deleted(chunk.id, as_of, tenant):
+                kept |= {encoder.key(chunk.token_ids), encoder.exact_key(chunk.token_ids)}
+        encoder.store.delete(set(keys) - kept)  # of a neighbour that went, too
 
     def prefer(self, chunk_ids: Sequence[ChunkId]) -> None:
         """Make the KV of these chunks of the knowledge base before that of all others."""

@@ -28,6 +28,7 @@ from kvweave.corpus.removals import RemovalReader
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import CorpusFull, KVWeaveError, RequestError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.preparation import choose_preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.report import IngestReport, OnProgress
@@ -100,7 +101,10 @@ class Library:
         if promotion:
             self.promotion = ChunkPromotion(kv.max_context, promotion, self.maker)
         made_by = self.promotion, self.maker, kv.worth.evidence
-        self.own = KVBehind(kv.encoder, client, *made_by, is_own=True)
+        neighbours = None
+        if kv.table is not None:
+            neighbours = NeighbourEncoder(kv.encoder, kb.catalogue.chunks)
+        self.own = KVBehind(kv.encoder, client, *made_by, neighbours=neighbours, is_own=True)
         self._others = KVByPreamble(self._behind_another)
         kv.store.know_by(self._find_known)
 
@@ -117,7 +121,7 @@ class Library:
         """Open or make the knowledge base in `folder`. `embedder` None: what it was made with."""
         options = options or KVOptions()
         # what cannot be meant is refused before a knowledge base is made
-        choose_preparation(folder / KV_FOLDER, options.encoding, options.extras)
+        choose_preparation(folder / KV_FOLDER, options.encoding)
         stored = read_settings(folder)
         name = embedder or (
             stored.embedder if stored else how.get("new_embedder", DEFAULT_EMBEDDER)
@@ -267,8 +271,8 @@ class Library:
 
     def _behind_another(self, key: PreambleKey) -> KVBehind:
         encoder = self.encoder.behind(key.preamble)
-        evidence = self.kv.worth.evidence
-        return KVBehind(encoder, self._client, self.promotion, None, evidence, is_own=False)
+        made_by = self.promotion, self.maker, self.kv.worth.evidence
+        return KVBehind(encoder, self._client, *made_by, is_own=False)
 
     def _is_gone(self, chunk_id: ChunkId, as_of: int, tenant: str) -> bool:
         """Whether a chunk that was found in generation `as_of` was deleted since, here or by

@@ -7,7 +7,7 @@ where these are wired together.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -81,7 +81,6 @@ class KVOptions:
     usual."""
 
     encoding: str | None = None  # encoding context, such as "filler:4" or "neighbours"
-    extras: Sequence[str] | None = None  # what is stored beside the layers
     system: str = SYSTEM  # the system prompt that chunks are computed behind
     tenant_salt: str = ""  # chunk KV is shared with those alone who have the same
     store: StoreSettings = field(default_factory=StoreSettings)  # tiers, codec, what is evicted
@@ -95,7 +94,6 @@ class KVOptions:
         library, system = config.library, config.model.system
         return cls(
             library.encoding,
-            library.extras,
             SYSTEM if system is None else system,
             tenant_salt,
             config.store,
@@ -167,7 +165,7 @@ class LibraryKV:
         """`run_alone` runs what needs the decoder while nothing else uses it. `say` hears of a
         number of neighbours that calibration chose."""
         options = options or KVOptions()
-        preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding, options.extras)
+        preparation = choose_preparation(kb.folder / KV_FOLDER, options.encoding)
         if options.encoding == "neighbours":  # without a number
             preparation = _calibrate_neighbours(
                 preparation, decoder, tokenizer, options.system, say

@@ -2,10 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -26,7 +26,7 @@ from kvweave.kv.format.header import LayerShape, plan_header
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import pack_chunk
 from kvweave.kv.lookup import Residency
-from kvweave.kv.provenance import CHUNK
+from kvweave.kv.provenance import CHUNK, PROVENANCE
 from kvweave.kv.store import KVStore
 from kvweave.types import Chunk, ChunkId, EncodeWork
 
@@ -69,6 +69,14 @@ def run_at_once(job: Callable[[], T]) -> T:
     return job()
 
 
+class EncodeJob(NamedTuple):
+    """How chunks are encoded and under which names their KV is saved."""
+
+    key_of: Callable[[Sequence[int]], ChunkKey]
+    context_ids: tuple[int, ...]  # between preamble and chunk
+    extras: tuple[str, ...] = ()  # made beside the KV, which is saved in place of what is there
+
+
 class ChunkEncoder:
     """Computes and saves the KV of chunks that the store does not have yet.
 
@@ -104,13 +112,12 @@ class ChunkEncoder:
         self.store = store
         self._base = context
         self._neighbours_of = neighbours_of
-        beside = "".join(f"+{name}" for name in self.preparation.extras)  # other bytes, other key
         name = variant_name(variant, self.texts.filler)
-        self.encoding_context = name  # with a digest of the filler, and nothing of what lies beside
-        self._isolated = replace(context, variant=ISOLATED + beside)
+        self.encoding_context = name  # with a digest of the filler
+        self._isolated = replace(context, variant=ISOLATED)
         filled = variant_name(filler_of(variant), self.texts.filler)
         self._filled = replace(context, variant=filled)
-        self._context = replace(context, variant=name + beside)
+        self._context = replace(context, variant=name)
         if variant.kind == "neighbours":  # what they bring is used with every pass, never served
             store.give_way(self._filled.context_id())
         self.run_alone = run_alone
@@ -160,12 +167,17 @@ class ChunkEncoder:
         Behind neighbours it is the name for those it has now; without any there is nothing between
         preamble and chunk, and before they were chosen nothing is stored under the name.
         """
-        if self._neighbours_of is None or self.preparation.variant.kind != "neighbours":
-            return make_chunk_key(self._context, token_ids)
-        neighbours = self._neighbours_of(token_ids)
+        neighbours = self.neighbours(token_ids)
         if neighbours is None:
             return make_chunk_key(self._context, token_ids)
         return self.key_behind(token_ids, neighbours)
+
+    def neighbours(self, token_ids: Sequence[int]) -> Sequence[ChunkId] | None:
+        """The neighbours that a chunk has now; None: none were chosen, or it stands behind a fixed
+        text."""
+        if self._neighbours_of is None or self.preparation.variant.kind != "neighbours":
+            return None
+        return self._neighbours_of(token_ids)
 
     def key_behind(self, token_ids: Sequence[int], neighbours: Sequence[ChunkId]) -> ChunkKey:
         """The name of its KV behind these neighbours."""
@@ -178,8 +190,8 @@ class ChunkEncoder:
         return make_chunk_key(self._isolated, token_ids)
 
     def filled_key(self, token_ids: Sequence[int]) -> ChunkKey:
-        """The name of its KV right behind preamble and filler, with nothing beside it: what it
-        brings where it is a neighbour."""
+        """The name of its KV right behind preamble and filler: what it brings where it is a
+        neighbour."""
         return make_chunk_key(self._filled, token_ids)
 
     def encode(
@@ -199,20 +211,69 @@ class ChunkEncoder:
         """
         if self._is_encoded_here:
             is_alone = self.preparation.variant.kind == ISOLATED
-            context_ids = () if is_alone else self.texts.filler
-            self._encode(chunks, self.key, context_ids, tell, pace)
+            work = EncodeJob(self.key, () if is_alone else self.texts.filler)
+            self._encode(self.absent(chunks, self.key), work, tell, pace)
 
     def encode_isolated(self, chunks: Sequence[Chunk], pace: Pace | None = None) -> None:
         """Compute and save what is absent right behind the preamble: the KV that a chunk takes
         where it stands in front. Raises as `encode` does."""
-        self._encode(chunks, self.exact_key, (), None, pace)
+        todo = self.absent(chunks, self.exact_key)
+        self._encode(todo, EncodeJob(self.exact_key, ()), None, pace)
+
+    def add_extras(
+        self, chunks: Sequence[Chunk], names: Collection[str], *, isolated: bool = False
+    ) -> list[ChunkKey]:
+        """Encode again those chunks whose stored KV lacks some of these extras, and keep them
+        beside it; returns whose. `isolated`: of the KV that they take in front.
+
+        A chunk that is not stored is left alone, and so is one behind neighbours: see
+        `NeighbourEncoder`. Raises as `encode` does.
+        """
+        key_of = self.exact_key if isolated else self.key
+        lacking = self.find_lacking(chunks, key_of, names)
+        behind = () if isolated or self.preparation.variant.kind == ISOLATED else self.texts.filler
+        done: list[ChunkKey] = []
+        for chunk, wanted in lacking:
+            key = key_of(chunk.token_ids)
+            is_alone = key == self.exact_key(chunk.token_ids)
+            if is_alone or self._is_encoded_here:
+                job = EncodeJob(key_of, () if is_alone else behind, wanted)
+                self._encode([chunk], job, None, None)
+                done.append(key)
+        return done
+
+    def find_lacking(
+        self,
+        chunks: Sequence[Chunk],
+        key_of: Callable[[Sequence[int]], ChunkKey],
+        names: Collection[str],
+    ) -> list[tuple[Chunk, tuple[str, ...]]]:
+        """Chunks whose stored KV lacks some of these extras, each with all that has to lie beside
+        it then. Waits for headers that are not in host memory."""
+        by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
+        peeks = zip(by_key, self.store.peek(list(by_key)), strict=True)
+        unsure = [
+            key
+            for key, peek in peeks
+            if peek.residency is not Residency.ABSENT and not peek.extras.issuperset(names)
+        ]
+        if not unsure:
+            return []
+        with self.store.acquire(unsure) as lease:
+            headers = self.store.load(lease).headers()
+        beside = {key: set(header.extras) - PROVENANCE for key, header in headers.items()}
+        return [
+            (by_key[key], tuple(sorted(there.union(names))))
+            for key, there in beside.items()
+            if not there.issuperset(names)
+        ]
 
     @property
     def can_take_exact(self) -> bool:
         """Whether isolated KV may be taken from prompts. Its keys were turned there and are turned
         back, which rounds: less than the codec does in float32, but not where that keeps all."""
         context = self._isolated
-        is_coarse = self.decoder.dtype != torch.float32 or self.preparation.extras
+        is_coarse = self.decoder.dtype != torch.float32
         return not (is_coarse or is_lossless(context.codec, context.dtype))
 
     @torch.inference_mode()
@@ -249,31 +310,28 @@ class ChunkEncoder:
         return plan_header(bytes(32), shape, codec, "", layers, layer_bytes, beside).total_bytes
 
     def _encode(
-        self,
-        chunks: Sequence[Chunk],
-        key_of: Callable[[Sequence[int]], ChunkKey],
-        context_ids: tuple[int, ...],
-        tell: OnEncoded | None,
-        pace: Pace | None,
+        self, todo: Sequence[Chunk], job: "EncodeJob", tell: OnEncoded | None, pace: Pace | None
     ) -> None:
-        todo = self.absent(chunks, key_of)
         rows = PASS_ROWS if self.decoder.device.type != "cpu" else CPU_PASS_ROWS
         for run in passes([len(chunk.token_ids) for chunk in todo], rows):
             batch = [todo[i] for i in run]
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
-            prefix = self._prefix_in_turns(context_ids, pace)
+            prefix = self._prefix_in_turns(job.context_ids, pace)
             made, seconds = self._compute_in_turns(
                 prefix, [chunk.token_ids for chunk in batch], pace
             )
             self._row_s = seconds / num_rows
             extras: list[dict[str, bytes]] = [{} for _ in batch]
-            if self.preparation.extras:
-                extras, took_s = self._turn(_whole(partial(self.extras, prefix, batch, made)), pace)
-                seconds += took_s
+            if job.extras:
+                work = partial(self.extras, job.extras, prefix, batch, made)
+                extras, _ = self._turn(_whole(work), pace)
             num_bytes = 0
             for chunk, layers, each in zip(batch, made, extras, strict=True):
                 cost_s = seconds / num_rows * len(chunk.token_ids)
-                num_bytes += self.save(chunk, key_of(chunk.token_ids), layers, each, cost_s)
+                key = job.key_of(chunk.token_ids)
+                if job.extras:  # in place of what is there
+                    self.store.delete([key])
+                num_bytes += self.save(chunk, key, layers, each, cost_s)
             if tell is not None:
                 tell(EncodeWork(len(batch), num_rows, num_bytes))
 
@@ -354,12 +412,15 @@ class ChunkEncoder:
         return self._prefixes[context_ids]
 
     def extras(
-        self, prefix: Prefix, batch: Sequence[Chunk], made: Sequence[Sequence[LayerKV]]
+        self,
+        names: Sequence[str],
+        prefix: Prefix,
+        batch: Sequence[Chunk],
+        made: Sequence[Sequence[LayerKV]],
     ) -> list[dict[str, bytes]]:
-        """The extras of each chunk, which lie beside its KV."""
+        """Compute the extras of these names of each chunk, which lie beside its KV."""
         ids = [chunk.token_ids for chunk in batch]
-        names, repeat_ids = self.preparation.extras, self.texts.repeat
-        return compute_extras(self.decoder, names, prefix, ids, made, repeat_ids)
+        return compute_extras(self.decoder, names, prefix, ids, made, self.texts.repeat)
 
     def absent(
         self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]

@@ -1,16 +1,19 @@
 """Extras: what is computed and stored beside chunk KV for strategies that ask for it.
 
-    inter           how much each token of a chunk looks outside it, at the last layer: what
-                    Cache-Craft's core selects by. Behind the bare preamble the outside is that
-    anchors:RULE    the few tokens that stand for the chunk while a question is probed
+    inter                 how much each token of a chunk looks outside it, at the last layer: what
+                          Cache-Craft's core selects by. Behind the bare preamble the outside is
+                          that
+    anchors:RULE          the tenth of its tokens that stands for the chunk while a question is
+    anchors:RULE:SHARE    probed, or another share
 
-Anchors are chosen per chunk and per layer when the chunk is encoded, by one of three rules, and
-stored as one small blob (indices, keys before RoPE, values), so that a probe needs none of the
-chunk's ordinary bytes.
+Extras are made when a strategy first wants them (`ChunkEncoder.add_extras`). Anchors are chosen per
+chunk and per layer, by one of three rules, and stored as one small blob (indices, keys before RoPE,
+values), so that a probe needs none of the chunk's ordinary bytes.
 
     sink    the first tokens
     knorm   the lowest key norms
-    kvzip   the keys most looked at while the model repeats the chunk word for word
+    kvzip   the keys most looked at while the model repeats the chunk word for word, as far as the
+            model's positions go
 
 Shapes: T tokens of a chunk, A anchors, L layers, Hk KV heads, D head dim.
 """
@@ -50,11 +53,17 @@ class Anchors(NamedTuple):
     values: Tensor  # [L, A, Hk, D]
 
 
-def extra_name(rule: str) -> str:
+def extra_name(rule: str, share: float = SHARE) -> str:
     """The name under which a chunk's anchors lie beside its KV."""
     if rule not in RULES:
         raise ConfigError(f"anchor rule {rule!r} is unknown; known: {', '.join(RULES)}")
-    return f"anchors:{rule}"
+    return f"anchors:{rule}" if share == SHARE else f"anchors:{rule}:{share:g}"
+
+
+def anchors_of(name: str) -> tuple[str, float]:
+    """The rule and the share of an extra that `extra_name` has named."""
+    _, rule, *share = name.split(":")
+    return rule, float(share[0]) if share else SHARE
 
 
 def choose_anchors(layers: Sequence[LayerKV], scores: Tensor, share: float = SHARE) -> Anchors:
@@ -91,10 +100,12 @@ def kvzip_scores(
     """[L, T] per chunk: the most attention a key gets while the model repeats its chunk.
 
     `made` is the chunks' KV behind `prefix`; `repeat_ids` asks for the repetition and ends with the
-    header of the answer. All chunks run in one pass.
+    header of the answer. All chunks run in one pass. A repetition that would run past the model's
+    last position ends there.
     """
     first = len(prefix.token_ids)
-    texts = [[*repeat_ids, *ids] for ids in chunks]
+    room = [max(1, decoder.spec.max_context - first - len(ids)) for ids in chunks]
+    texts = [[*repeat_ids, *ids][:most] for ids, most in zip(chunks, room, strict=True)]
     bounds = bounds_of(map(len, texts))
     starts = [first + len(ids) for ids in chunks]
     positions = torch.cat(
@@ -175,7 +186,6 @@ def unpack_anchors(blob: bytes) -> Anchors:
 
 
 INTER = "inter"  # float16 [T], attention to keys outside the chunk, summed over heads
-EXTRAS = (INTER, *(extra_name(rule) for rule in RULES))  # all names
 
 
 def compute_extras(
@@ -196,14 +206,15 @@ def compute_extras(
                 inter = inter_attention(decoder, prefix, token_ids, layers)
                 extras[name] = inter.to("cpu", torch.float16).numpy().tobytes()
             continue
-        if name == extra_name("sink"):
+        rule, share = anchors_of(name)
+        if rule == "sink":
             scores = [sink_scores(layers) for layers in made]
-        elif name == extra_name("knorm"):
+        elif rule == "knorm":
             scores = [knorm_scores(layers) for layers in made]
         else:
             scores = kvzip_scores(decoder, prefix, chunks, made, repeat_ids)
         for extras, layers, each in zip(found, made, scores, strict=True):
-            extras[name] = pack_anchors(choose_anchors(layers, each))
+            extras[name] = pack_anchors(choose_anchors(layers, each, share))
     return found
 
 

@@ -11,13 +11,12 @@ it gives way to all that is.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from kvweave.fuse.encode.chunk_encoder import SAVE_WAIT_S, ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks, passes
 from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.protocol import Prefix
 from kvweave.kv.format.codec import DTYPES, LayerKV
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, layer_of, pack_chunk
@@ -61,6 +60,28 @@ class NeighbourEncoder:
             return self._encoder.key_behind(token_ids, behind_of[tuple(token_ids)])
 
         todo = self._encoder.absent([c for c in chunks if neighbours.get(c.id)], key_of)
+        self._encode_all(todo, neighbours, ())
+        return len(todo)
+
+    def add_extras(self, chunks: Sequence[Chunk], names: Collection[str]) -> list[ChunkKey]:
+        """Encode again those chunks behind neighbours whose stored KV lacks some of these extras,
+        and keep them beside it; returns whose. See `ChunkEncoder.add_extras`."""
+        noted = {chunk.id: self._encoder.neighbours(chunk.token_ids) for chunk in chunks}
+        neighbours = {chunk_id: others for chunk_id, others in noted.items() if others}
+        known = self._chunks_by_id(sorted({i for others in neighbours.values() for i in others}))
+        behind = [c for c in chunks if c.id in neighbours and known.keys() >= {*neighbours[c.id]}]
+        lacking = self._encoder.find_lacking(behind, self._encoder.key, names)
+        for chunk, wanted in lacking:
+            self._encode_all([chunk], neighbours, wanted)
+        return [self._encoder.key(chunk.token_ids) for chunk, _ in lacking]
+
+    def _encode_all(
+        self,
+        todo: Sequence[Chunk],
+        neighbours: Mapping[ChunkId, Sequence[ChunkId]],
+        names: Sequence[str],
+    ) -> None:
+        """Compute and save chunks with these extras."""
         ids = {other for chunk in todo for other in neighbours[chunk.id]}
         known = self._chunks_by_id(sorted(ids))
         behind = [[known[other] for other in neighbours[chunk.id]] for chunk in todo]
@@ -70,14 +91,15 @@ class NeighbourEncoder:
             for chunk, others in zip(todo, behind, strict=True)
         ]
         for run in passes(lengths, max(1, self._pass_bytes // self._token_bytes())):
-            self._encode([todo[i] for i in run], [behind[i] for i in run])
-        return len(todo)
+            self._encode([todo[i] for i in run], [behind[i] for i in run], names)
 
-    def _encode(self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]) -> None:
+    def _encode(
+        self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]], names: Sequence[str]
+    ) -> None:
         """Compute and save some chunks in one pass."""
         encoder = self._encoder
         started_s = time.perf_counter()
-        made, extras, fresh = encoder.run_alone(partial(self._compute, batch, behind))
+        made, extras, fresh = encoder.run_alone(partial(self._compute, batch, behind, names))
         num_rows = sum(len(chunk.token_ids) for chunk in batch)
         num_rows += sum(packed.header.shape.num_tokens for packed in fresh)
         per_row_s = (time.perf_counter() - started_s) / num_rows
@@ -87,10 +109,12 @@ class NeighbourEncoder:
         for chunk, others, layers, each in zip(batch, behind, made, extras, strict=True):
             cost_s = per_row_s * len(chunk.token_ids)
             key = encoder.key_behind(chunk.token_ids, [other.id for other in others])
+            if names:  # in place of what is there
+                encoder.store.delete([key])
             encoder.save(chunk, key, layers, each, cost_s)
 
     def _compute(
-        self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]]
+        self, batch: Sequence[Chunk], behind: Sequence[Sequence[Chunk]], names: Sequence[str]
     ) -> tuple[list[list[LayerKV]], list[dict[str, bytes]], list[PackedChunk]]:
         """Compute all that one pass needs of the decoder: KV, its extras, and the KV of neighbours
         that is to be stored."""
@@ -113,20 +137,13 @@ class NeighbourEncoder:
         ]
         made = encode_chunks(encoder.decoder, prefixes, [chunk.token_ids for chunk in batch])
         extras = [
-            self._extras(chunk, others, prefix, layers)
+            {
+                **encoder.extras(names, prefix, [chunk], [layers])[0],
+                BEHIND: pack_ids([other.id for other in others]),
+            }
             for chunk, others, prefix, layers in zip(batch, behind, prefixes, made, strict=True)
         ]
         return made, extras, fresh
-
-    def _extras(
-        self,
-        chunk: Chunk,
-        others: Sequence[Chunk],
-        prefix: Prefix,
-        layers: Sequence[LayerKV],
-    ) -> dict[str, bytes]:
-        (extras,) = self._encoder.extras(prefix, [chunk], [layers])
-        return {**extras, BEHIND: pack_ids([other.id for other in others])}
 
     def _read_behind_filler(self, chunks: Mapping[ChunkId, Chunk]) -> dict[ChunkId, list[LayerKV]]:
         """Read the KV behind the filler, to the device, of those chunks whose KV the store has."""

@@ -1,10 +1,7 @@
-"""What a knowledge base's chunk KV is prepared with: the encoding context and what lies beside.
+"""What a knowledge base's chunk KV is prepared with: the encoding context.
 
 Written once into the folder of the chunk KV, so that asking finds what ingest has made. All of it
-must fit into the model's context while KV is computed:
-
-    preamble ‖ encoding context ‖ chunk                       every variant
-    preamble ‖ encoding context ‖ chunk ‖ repeat ‖ chunk      with kvzip's anchors
+must fit into the model's context while KV is computed: preamble ‖ encoding context ‖ chunk.
 """
 
 import json
@@ -23,7 +20,7 @@ from kvweave.fuse.encode.contexts import (
     filler_passages,
     parse_variant,
 )
-from kvweave.fuse.encode.extras import EXTRAS, REPEAT, extra_name
+from kvweave.fuse.encode.extras import REPEAT
 from kvweave.text.tokenizer import Tokenizer
 
 FILE = "preparation.json"
@@ -35,15 +32,11 @@ class Preparation:
     """How chunks are encoded."""
 
     variant: Variant
-    extras: tuple[str, ...] = ()  # of EXTRAS
 
     @classmethod
-    def parse(cls, encoding: str = DEFAULT_ENCODING, extras: Sequence[str] = ()) -> "Preparation":
+    def parse(cls, encoding: str = DEFAULT_ENCODING) -> "Preparation":
         """Read what the user typed. Raises ConfigError."""
-        for name in extras:
-            if name not in EXTRAS:
-                raise ConfigError(f"extra {name!r} is unknown; known: {', '.join(EXTRAS)}")
-        return cls(parse_variant(encoding), tuple(sorted(set(extras))))
+        return cls(parse_variant(encoding))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +70,18 @@ def read_preparation(folder: Path) -> Preparation | None:
         raise ConfigError(f"{folder / FILE} cannot be read ({error}); delete it") from error
 
 
-def choose_preparation(
-    folder: Path, encoding: str | None = None, extras: Sequence[str] | None = None
-) -> Preparation:
-    """How to prepare chunk KV in `folder`: each part as given, else as stored, else as usual.
-
-    Raises ConfigError for what was typed before it looks at what is stored.
-    """
-    wanted = Preparation.parse(DEFAULT_ENCODING if encoding is None else encoding, extras or ())
-    stored = read_preparation(folder) if encoding is None or extras is None else None
-    if stored is None:
-        return wanted
-    return Preparation(
-        stored.variant if encoding is None else wanted.variant,
-        stored.extras if extras is None else wanted.extras,
-    )
+def choose_preparation(folder: Path, encoding: str | None = None) -> Preparation:
+    """How to prepare chunk KV in `folder`: as given, else as stored, else as usual."""
+    if encoding is not None:
+        return Preparation.parse(encoding)
+    return read_preparation(folder) or Preparation.parse()
 
 
 def write_preparation(folder: Path, preparation: Preparation) -> None:
     """Write how the chunk KV in `folder` is prepared. An upload and what makes KV in the background
     may both do so at once."""
     folder.mkdir(parents=True, exist_ok=True)
-    stored = {"encoding": str(preparation.variant), "extras": list(preparation.extras)}
+    stored = {"encoding": str(preparation.variant)}
     temporary = folder / f"{FILE}.{os.urandom(6).hex()}.tmp"  # nobody else's
     temporary.write_text(json.dumps(stored) + "\n")
     temporary.replace(folder / FILE)
@@ -106,12 +89,9 @@ def write_preparation(folder: Path, preparation: Preparation) -> None:
 
 def _parse_stored(stored: object) -> Preparation:
     match stored:
-        case {"encoding": str(encoding), "extras": list(extras)}:
-            return Preparation.parse(encoding, extras)
-    raise ValueError("it is no object with an encoding and a list of extras")
-
-
-KVZIP = extra_name("kvzip")
+        case {"encoding": str(encoding)}:  # and extras, in those of versions that had them
+            return Preparation.parse(encoding)
+    raise ValueError("it is no object with an encoding")
 
 
 class Shortage(NamedTuple):
@@ -129,19 +109,14 @@ def find_shortage(
     preamble_len: int,
     chunk_tokens: int,
     max_context: int,
-    *,
-    repeats: bool,
 ) -> Shortage | None:
     """What would run past the model's last position, for chunks of at most `chunk_tokens`. None:
-    all fits. `repeats`: with kvzip's anchors."""
-    what, number, taken = "", 1, preamble_len  # of chunks, and tokens besides
-    if repeats:
-        what, number, taken = f" with {KVZIP}, which repeats them,", 2, taken + len(texts.repeat)
-    room = max_context - taken - number * chunk_tokens  # for the encoding context
-    chunks = f"chunks of {chunk_tokens} tokens{what}"
+    all fits."""
+    room = max_context - preamble_len - chunk_tokens  # for the encoding context
+    chunks = f"chunks of {chunk_tokens} tokens"
     where = f"do not fit into the {max_context:,} positions of this model"
     if room < 0:
-        return Shortage(f"{chunks} {where}", max(0, max_context - taken) // number, "", ISOLATED)
+        return Shortage(f"{chunks} {where}", max(0, max_context - preamble_len), "", ISOLATED)
     needed, less = len(texts.filler), ISOLATED  # which is filler of no passages
     if variant.kind == "neighbours":
         less = "filler" if needed <= room else less
@@ -162,15 +137,11 @@ def check_room(
 
     Raises ConfigError with the largest size that fits. Computes nothing.
     """
-    repeats = KVZIP in preparation.extras
-    short = find_shortage(
-        preparation.variant, texts, preamble_len, chunk_tokens, max_context, repeats=repeats
-    )
+    short = find_shortage(preparation.variant, texts, preamble_len, chunk_tokens, max_context)
     if short is None:
         return
     if short.chunk_tokens is not None:
-        advice = "give --extras without it, or" if repeats else "make"
-        advice += f" a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
+        advice = f"make a new knowledge base with --chunk-tokens {short.chunk_tokens} or fewer"
     else:
         advice = "give " + (
             f"{short.encoding} or less" if short.encoding else f"--encoding {short.less}"

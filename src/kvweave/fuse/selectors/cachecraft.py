@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvweave.errors import RequestError
 from kvweave.fuse.encode.extras import INTER
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.selector import Scene, ranked_positions
+from kvweave.fuse.sources import ChunkLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,16 @@ class CacheCraftInter:
 
     def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
         stored = scene.stitched.extras(INTER)
-        parts = []
-        for span in scene.fused:
-            # of another size it would shift the scores of all chunks behind it
-            if len(stored.get(span.key, b"")) != 2 * span.num_tokens:
-                raise RequestError(
-                    "strategy 'cachecraft' needs inter-attention beside the chunk KV; "
-                    "store it with `kvweave ingest --kv --extras inter`"
-                )
-            parts.append(np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32))
+        # of another size it would shift the scores of all chunks behind it
+        sizes = [
+            (span.key, len(stored.get(span.key, b"")), span.num_tokens) for span in scene.fused
+        ]
+        if unfit := [key for key, size, num_tokens in sizes if size != 2 * num_tokens]:
+            raise ChunkLost(unfit)
+        parts = [
+            np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32)
+            for span in scene.fused
+        ]
         scores = torch.from_numpy(np.concatenate(parts))
         scene.note(scores)
         return ranked_positions(scores, scene.hits, counts)

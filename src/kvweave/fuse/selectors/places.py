@@ -17,19 +17,23 @@ from kvweave.fuse.stitched import positions_of
 
 @dataclass(frozen=True, slots=True)
 class Epic:
-    """EPIC (LegoLink): the first tokens of every chunk, an equal share of each so that ratios
-    compare.
+    """EPIC (LegoLink): the first tokens of every chunk. As published a fixed number of each
+    (`Strategy.per_chunk`), or an equal share of each so that ratios compare.
 
     A chunk that was computed by itself makes sinks of its first tokens; in the middle of a prompt
     they are none. Recomputing them repairs the seams, whatever the question.
     """
 
+    per_chunk: int = 0  # tokens of each chunk; 0: its share of the count
     in_flight: ClassVar[Literal[False]] = False
 
     def needs(self, num_layers: int) -> Needs:
         return Needs()
 
     def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
+        if self.per_chunk:
+            runs = [range(s.start, min(s.end, s.start + self.per_chunk)) for s in scene.fused]
+            return [positions_of(runs) for _ in counts]
         return [heads(scene, count) for count in counts]
 
 

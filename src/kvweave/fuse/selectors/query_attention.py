@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
+from kvweave.fuse.encode.extras import SHARE, extra_name
 from kvweave.fuse.needs import Needs
 from kvweave.fuse.probe import (
     ContextView,
@@ -50,7 +51,7 @@ class QueryAttention:
     asks: Literal["user", "all"] = (
         "user"  # whose rows count: the user's words or the whole question
     )
-    anchors: str = "kvzip"  # which anchors the "anchors" view takes
+    anchors: str = "anchors:kvzip"  # the extra that the "anchors" view takes
     # a row at the end of the prompt counts for 1 / (1 + late) of one at its front: it costs more
     late: float = 0.0
     # a row also counts for half of the best row within `smooth` around it (odd; 1: itself alone):
@@ -64,7 +65,7 @@ class QueryAttention:
             probe=self.view,
             probe_depth=max(layers),
             key_layers=layers,
-            extras=(f"anchors:{self.anchors}",) if self.view == "anchors" else (),
+            extras=(self.anchors,) if self.view == "anchors" else (),
             probes_ahead=self.view in ("question", "preamble") and self.keys_at == "request",
         )
 
@@ -183,6 +184,7 @@ def resolve_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 QCFUSE_LAYERS = 3  # critical layers taken, unless the profile says otherwise
+QCFUSE_DEPTH = 0.6  # where they lie in a model without a profile, as a share of its layers
 
 
 def prophetkv(num_layers: int) -> QueryAttention:
@@ -195,7 +197,9 @@ def prophetkv(num_layers: int) -> QueryAttention:
     return QueryAttention(view="full", layers=tuple(range(num_layers)), normaliser="full")
 
 
-def qcfuse(critical_layers: Sequence[int], anchors: str = "kvzip") -> QueryAttention:
+def qcfuse(
+    critical_layers: Sequence[int], rule: str = "kvzip", share: float = SHARE
+) -> QueryAttention:
     """QCFuse: the question over anchors, scored at the layers that a profile found critical, best
     first.
 
@@ -203,9 +207,18 @@ def qcfuse(critical_layers: Sequence[int], anchors: str = "kvzip") -> QueryAtten
     layers suffice.
     """
     layers = tuple(critical_layers[:QCFUSE_LAYERS])
+    anchors = extra_name(rule, share)
     return QueryAttention(
         view="anchors", layers=layers, normaliser="full", rows="mean", heads="mean", anchors=anchors
     )
+
+
+def usual_critical_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers that qcfuse scores at in a model whose critical layers nobody looked for: a little
+    behind the middle, where the profiles of other models have theirs."""
+    best = round(QCFUSE_DEPTH * num_layers)
+    near = (best, best - 1, best + 1)
+    return tuple(layer for layer in near if 0 < layer < num_layers) or (num_layers - 1,)
 
 
 # FusionRAG: the question alone, attention at the last layer; every chunk has its own softmax, so

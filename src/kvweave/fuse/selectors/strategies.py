@@ -4,18 +4,23 @@
     prefix          only what is exact is reused
     reuse           stored chunk KV as it is
     …               rows are recomputed, chosen by a selector of that name
+    epic:16         EPIC as published: so many first tokens of every chunk, not a share
+    qcfuse:sink     QCFuse over anchors of another rule (`encode/extras.py`), of another share of a
+    qcfuse:20%      chunk's tokens, or both: qcfuse:knorm:20%
 
 An installed package may bring selectors of its own (entry points `kvweave.selectors`). Names are
 stable: calibrations, requests and benches refer to them.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
 
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.drift import STRENGTH
+from kvweave.fuse.encode.extras import RULES, SHARE
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selector import AnySelector
 from kvweave.fuse.selectors.cacheblend import CacheBlend, KVShareLike
@@ -26,23 +31,20 @@ from kvweave.fuse.selectors.query_attention import (
     FUSIONRAG_PAPER,
     prophetkv,
     qcfuse,
+    usual_critical_layers,
 )
 from kvweave.fuse.selectors.weave import taper, weave, weave_deep, weave_through
 from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy
 
 
-def _qcfuse(facts: ModelFacts) -> AnySelector:
-    if not facts.critical_layers:
+def _qcfuse(facts: ModelFacts, rule: str = "kvzip", share: float = SHARE) -> AnySelector:
+    layers = facts.critical_layers or usual_critical_layers(facts.num_layers)
+    if max(layers) >= facts.num_layers:
         raise ConfigError(
-            "strategy 'qcfuse' needs the critical layers of this model; "
-            "find them with `kvweave calibrate layers`"
-        )
-    if max(facts.critical_layers) >= facts.num_layers:
-        raise ConfigError(
-            f"critical layer {max(facts.critical_layers)} is beyond the {facts.num_layers} layers "
+            f"critical layer {max(layers)} is beyond the {facts.num_layers} layers "
             "of this model; find its own with `kvweave calibrate layers`"
         )
-    return qcfuse(facts.critical_layers)
+    return qcfuse(layers, rule, share)
 
 
 _WITHOUT_SELECTOR = {
@@ -59,7 +61,7 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "cacheblend": (lambda _: CacheBlend("v"), 0.15),
     "cacheblend-k": (lambda _: CacheBlend("k"), 0.15),
     "cacheblend-gradual": (lambda _: CacheBlend("v", ((1, 1.5), (2, 1.25), (4, 1.0))), 0.15),
-    "kvshare": (lambda _: KVShareLike(), 0.15),
+    "kvshare-like": (lambda _: KVShareLike(), 0.15),
     "cachecraft": (lambda _: CacheCraftInter(), 0.30),
     "fusionrag": (lambda _: FUSIONRAG_PAPER, 0.15),
     "fusionrag-code": (lambda _: FUSIONRAG_CODE, 0.15),
@@ -80,28 +82,70 @@ _OURS = (*_TAPERED, "weave-through")
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
 
 
+VARIANTS = ("epic:16", "qcfuse:sink", "qcfuse:knorm")  # those that are offered; others are known
+
+
+# what people may choose from, each variant behind the strategy that it is one of
+OFFERED: Sequence[str] = tuple(
+    each for name in NAMES for each in (name, *(v for v in VARIANTS if v.startswith(f"{name}:")))
+)
+
+
+# epic:1 is a ratio. Names are labels of counters: there is a bounded number of them
+_EPIC = re.compile(r"epic:([2-9]|[1-9][0-9])")
+_QCFUSE = re.compile(rf"qcfuse(?::({'|'.join(RULES)}))?(?::([1-9][0-9]?|100)%)?")
+
+
 INSTALLED = "kvweave.selectors"  # the group of entry points that other packages name theirs in
 
 
 INSTALLED_RATIO = 0.15  # of a selector of theirs that comes without a strategy
 
 
-NEEDS_PROFILE = frozenset({"qcfuse"})  # cannot be opened without the critical layers
-
-
 def default_ratio(name: str) -> float:
     """The ratio of a strategy where none is given; 0 for one that takes none."""
-    return _SELECTORS[name][1] if name in _SELECTORS else 0.0
+    base = "qcfuse" if takes_layers(name) else name
+    return _SELECTORS[base][1] if base in _SELECTORS else 0.0
+
+
+def takes_layers(name: str) -> bool:
+    """Whether a strategy looks at the critical layers of a model."""
+    return _QCFUSE.fullmatch(name) is not None
 
 
 def is_known(name: str) -> bool:
     """Whether a strategy goes by this name. Other packages are asked for unknown names alone."""
-    return name in NAMES or name in _find_installed()
+    return name in NAMES or _is_variant(name) or name in _find_installed()
 
 
 def known_names() -> Sequence[str]:
     """The names of all strategies, those of other packages last."""
-    return (*NAMES, *sorted(_find_installed().keys() - set(NAMES)))
+    return (*OFFERED, *sorted(_find_installed().keys() - set(OFFERED)))
+
+
+def split_ratio(text: str) -> tuple[str, str | None]:
+    """The name of a strategy, and what stands behind it as its ratio: "weave:0.15". None: nothing
+    does; "epic:16" is a name as a whole."""
+    if is_known(text) or ":" not in text:
+        return text, None
+    name, _, ratio = text.rpartition(":")
+    return name, ratio
+
+
+def _is_variant(name: str) -> bool:
+    return _EPIC.fullmatch(name) is not None or _QCFUSE.fullmatch(name) is not None
+
+
+def _open_variant(name: str, facts: ModelFacts) -> Strategy:
+    """The strategy that a name with parts behind a colon stands for."""
+    if found := _EPIC.fullmatch(name):
+        count = int(found[1])
+        return Strategy(name, Epic(count), 0.0, per_chunk=count)
+    found = _QCFUSE.fullmatch(name)
+    assert found is not None, "it is one of these"
+    rule, percent = found[1] or "kvzip", found[2]
+    share = SHARE if percent is None else int(percent) / 100
+    return Strategy(name, _qcfuse(facts, rule, share), _SELECTORS["qcfuse"][1])
 
 
 @functools.cache
@@ -137,7 +181,8 @@ def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     if not is_known(name):
         raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
     if name not in _SELECTORS:
-        return _open_installed(name, facts)
+        is_variant = _is_variant(name)
+        return _open_variant(name, facts) if is_variant else _open_installed(name, facts)
     make, ratio = _SELECTORS[name]
     if name not in _OURS:
         return Strategy(name, make(facts), ratio)

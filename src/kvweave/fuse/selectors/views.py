@@ -4,11 +4,11 @@ tokens of every chunk."""
 import torch
 from torch import Tensor
 
-from kvweave.errors import RequestError
-from kvweave.fuse.encode.extras import Anchors, extra_name, unpack_anchors, view_anchors
+from kvweave.fuse.encode.extras import Anchors, unpack_anchors, view_anchors
 from kvweave.fuse.probe import LaidContext
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selector import Scene
+from kvweave.fuse.sources import ChunkLost
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import place
 from kvweave.kernels.rope import Angles, rotate
@@ -61,9 +61,10 @@ class AnchorView:
 
     front = None
 
-    def __init__(self, scene: Scene, rule: str, depth: int) -> None:
+    def __init__(self, scene: Scene, name: str, depth: int) -> None:
+        """`name` is that of the extra. Raises ChunkLost where chunks are without it."""
         request = scene.request
-        found = _stored_anchors(scene, rule)
+        found = _stored_anchors(scene, name)
         chunks = [(span.start, found[span.key]) for span in request.placed]
         positions = [start + anchors.indices[:depth] for start, anchors in chunks]
         front = torch.arange(request.preamble_len).expand(depth, -1)
@@ -116,19 +117,15 @@ class AnchorView:
         return LaidContext(q, keys[-self._question :], keys, values, self._at[0])
 
 
-def _stored_anchors(scene: Scene, rule: str) -> dict[ChunkKey, Anchors]:
-    """Return the anchors of every placed chunk. Raises RequestError if some have none."""
-    name = extra_name(rule)
+def _stored_anchors(scene: Scene, name: str) -> dict[ChunkKey, Anchors]:
+    """Return the anchors of every placed chunk. Raises ChunkLost if some have none."""
     blobs = scene.stitched.extra_tensors(name)
     if blobs is None:
         found = {key: unpack_anchors(blob) for key, blob in scene.stitched.extras(name).items()}
     else:
         found = {key: view_anchors(blob) for key, blob in blobs.items()}
-    if any(span.key not in found for span in scene.request.placed):
-        raise RequestError(
-            f"strategy 'qcfuse' needs {rule} anchors beside the chunk KV; "
-            f"store them with `kvweave ingest --kv --extras {name}`"
-        )
+    if without := [span.key for span in scene.request.placed if span.key not in found]:
+        raise ChunkLost(without)
     return found
 
 

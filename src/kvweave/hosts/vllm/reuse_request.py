@@ -92,6 +92,10 @@ def parse_reuse_request(
         )
     reuse, ratio = _reuse(given, defaults)
     strategy = open_strategy(reuse, ModelFacts(num_layers))
+    if strategy.needs(num_layers).extras:
+        raise RequestError(
+            f"reuse {reuse!r} needs more beside chunk KV than vLLM makes; take weave"
+        )
     tenant, missing = given.get("tenant", ""), given.get("missing", "later")
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a text, got {tenant!r}")

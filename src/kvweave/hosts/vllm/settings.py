@@ -14,7 +14,7 @@ from kvweave.config import Flag, StoreSettings, known_keys, load_config
 from kvweave.config_keys import Key
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
-from kvweave.fuse.selectors.strategies import is_known, known_names
+from kvweave.fuse.selectors.strategies import is_known, known_names, split_ratio
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.paths import home
 
@@ -94,11 +94,11 @@ def _reuse(text: str | None) -> tuple[str, float | None]:
     """A strategy with a ratio if one stands behind it. `auto` is decided in front of vLLM."""
     if text is None or text == "auto":
         return REUSE, None
-    name, colon, share = text.partition(":")
+    name, share = split_ratio(text)
     if not is_known(name):
         raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
     try:
-        ratio = float(share) if colon else None
+        ratio = None if share is None else float(share)
     except ValueError:
         ratio = -1.0
     if ratio is not None and not 0.0 <= ratio <= 1.0:

@@ -30,6 +30,7 @@ from kvweave.serve.wire.web_page import (
     DemoOut,
     DialOut,
     InfoOut,
+    RefusedWayOut,
     ServedModelOut,
     WayOut,
     page_options,
@@ -100,7 +101,8 @@ def _model_out(weave: ModelHost, name: str, context: int | None) -> ServedModelO
         name=name,
         context=context,
         dial=[DialOut.model_validate(position) for position in offered_dial(ways)],
-        strategies=[WayOut.model_validate(way) for way in ways],
+        strategies=[WayOut.model_validate(way) for way in ways if not way.why],
+        refused=[RefusedWayOut.model_validate(way) for way in ways if way.why],
     )
 
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from kvweave.app.libraries.libraries import LONGEST_TITLE, KVState, check_metadata
-from kvweave.app.libraries.library_browser import section_title
+from kvweave.app.libraries.library_browser import section_title, summary_of
 from kvweave.errors import RequestError
 from kvweave.serve.access.errors import without_paths
 from kvweave.serve.wire.base import Incoming, Outgoing, Rounded, Text, at_most, attribute
@@ -140,6 +140,7 @@ class DocumentList(Outgoing):
 
 Title = Annotated[str, BeforeValidator(section_title)]  # of a chunk
 Length = Annotated[int, BeforeValidator(len)]
+Summary = Annotated[str, BeforeValidator(summary_of)]  # of a text
 
 
 class ChunkLineOut(Outgoing):  # made of a ChunkLine
@@ -148,6 +149,7 @@ class ChunkLineOut(Outgoing):  # made of a ChunkLine
     id: Annotated[str, attribute("chunk", "id")]
     index: Annotated[int, attribute("place")]  # in the document, from 0
     heading: Annotated[Title, attribute("chunk")]
+    summary: Annotated[Summary, attribute("chunk", "text")]  # its first sentences
     tokens: Annotated[Length, attribute("chunk", "token_ids")]
     asked: int  # prompts it was in since the server began
 
@@ -174,6 +176,7 @@ class HotChunkOut(Outgoing):
     document: str  # id of one that holds it
     index: int
     heading: str
+    summary: str
     tokens: int
     asked: int
 

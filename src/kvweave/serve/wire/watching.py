@@ -190,6 +190,7 @@ class PartOut(Outgoing):
     start: int
     end: int
     chunk: str | None  # id
+    summary: str  # of a chunk: its first sentences
 
 
 class TokensOut(Outgoing):

@@ -26,6 +26,13 @@ class WayOut(Outgoing):
     ratio: float  # where none is given; 0: it takes none
 
 
+class RefusedWayOut(Outgoing):
+    """A `reuse` that a model is not ready for."""
+
+    name: str
+    why: str
+
+
 class ServedModelOut(Outgoing):
     """A model that a request may name, and what can be asked of it."""
 
@@ -33,6 +40,7 @@ class ServedModelOut(Outgoing):
     context: int | None  # tokens of prompt and answer together; null: not known
     dial: list[DialOut]
     strategies: list[WayOut]  # what can be compared
+    refused: list[RefusedWayOut]  # what cannot
 
 
 class ControlOut(Outgoing):

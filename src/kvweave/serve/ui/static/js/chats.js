@@ -1,7 +1,7 @@
 // A chat that goes on while its page is not shown: messages, the answer under way, stop, retry.
 import { stream } from "./api.js";
 import { load, newId, save } from "./conversations.js";
-import { timesOf } from "./format.js";
+import { percent, timesOf } from "./format.js";
 import { currentModel, namedModel, settings } from "./session.js";
 import { makeStore } from "./store.js";
 import { announce } from "./widgets/announce.js";
@@ -134,10 +134,21 @@ function summary({ explain, sources, usage }) {
   return kept;
 }
 
+/** The position of the dial, or the mode under "More" that was chosen in its place. */
 export function currentDial() {
-  const dial = currentModel()?.dial ?? [];
+  const { dial = [], strategies = [] } = currentModel() ?? {};
+  const { kb, mode, share } = settings.get();
+  const own = kb && strategies.find((each) => each.name === mode);
+  if (own) return modeOf(own, share);
   return dial.find((each) => each.name === settings.get().dial) ?? dial.find(
     (each) => each.name === "auto") ?? null;
+}
+
+function modeOf({ name, ratio: usual }, share) {
+  const ratio = usual > 0 ? share ?? usual : null;
+  const most = ratio === null ? "" : `, ${percent(ratio)} of the reused tokens recomputed`;
+  return { name, reuse: { strategy: name, ratio }, needs_chunks: true,
+    words: `The mode of that name${most}, whatever was measured. Answers may differ.` };
 }
 
 function requestOf(id, before, text) {

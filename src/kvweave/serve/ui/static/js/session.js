@@ -4,7 +4,9 @@ import { makeStore, readStored, useStore, writeStored } from "./store.js";
 
 const SETTINGS = "kvweave.settings";
 const KEY = "kvweave.key";
-const DEFAULTS = { theme: "system", model: null, kb: null, k: null, dial: null };
+// mode: a strategy in place of the dial; share: what it recomputes, null for its own
+const DEFAULTS = { theme: "system", model: null, kb: null, k: null, dial: null, mode: null,
+  share: null };
 
 export const settings = makeStore({ ...DEFAULTS, ...readStored(localStorage, SETTINGS, {}) });
 settings.watch((value) => writeStored(localStorage, SETTINGS, value));

@@ -8,7 +8,7 @@ import { settings } from "../session.js";
 import { useStore } from "../store.js";
 import { AnswerMessage, UserMessage } from "../widgets/messages.js";
 import { ChunkView } from "../widgets/chunk_view.js";
-import { Dial, DialWords } from "../widgets/dial.js";
+import { Dial, DialWords, Modes } from "../widgets/dial.js";
 import { Icon } from "../widgets/icons.js";
 import { KbPicker, knowledgeBases } from "../widgets/kb_picker.js";
 import { LibraryList } from "../widgets/library_list.js";
@@ -139,7 +139,7 @@ function Composer({ draft, setDraft, busy, ask, stop }) {
     <div class="composer-tools">
       <${ModelPicker} /><${KbPicker} />
       ${kb && html`<${OptionFields} />`}
-      <${Dial} />
+      <${Dial} /><${Modes} />
       ${busy ? html`<button type="button" class="send" onClick=${stop}>
         <${Icon} name="stop" />Stop</button>`
     : html`<button type="submit" class="primary send" disabled=${!draft.trim()}>

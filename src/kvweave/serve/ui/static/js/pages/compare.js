@@ -10,6 +10,7 @@ import { makeStore, useStore } from "../store.js";
 import { announce } from "../widgets/announce.js";
 import { Icon } from "../widgets/icons.js";
 import { KbPicker } from "../widgets/kb_picker.js";
+import { RefusedWays } from "../widgets/dial.js";
 import { ModelPicker } from "../widgets/model_picker.js";
 import { Empty, Failure } from "../widgets/states.js";
 import { stageOf, TimesBar, Waiting } from "../widgets/times_bar.js";
@@ -94,12 +95,10 @@ function Ways() {
     const own = strategies.find((each) => each.name === name);
     return html`<div class="way-choice"><label class="field">Way ${at + 1}
       <select value=${name} disabled=${busy} onChange=${(event) => set(at, event.target.value)}>
-        ${!own && html`<option value=${name} selected disabled>
-          ${wayWords(name)} (not for this model)</option>`}
         ${strategies.map((each) => html`<option key=${each.name} value=${each.name}
           selected=${each.name === name} disabled=${each.name !== name
           && chosen.includes(each.name)}>${wayWords(each.name)}</option>`)}
-          </select></label>
+        <${RefusedWays} shown=${name} /></select></label>
       ${own?.ratio > 0 && html`<label class="field ratio">recompute %<input type="number" min="0"
         max="100" step="1" disabled=${busy} value=${Math.round(100 * (ratios[name] ?? own.ratio))}
         onChange=${(event) => setRatio(name, event.target.value)} /></label>`}

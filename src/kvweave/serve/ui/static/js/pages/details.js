@@ -116,6 +116,7 @@ function Passages({ answer, parts, go }) {
   return html`<ol class="plain stack tight">${shown.map(({ part, at }) => html`<li>
     <button class="passage" onClick=${() => go(at)}>
     <span class="row between"><strong class="cut">${part.title}</strong></span>
+    <span class="tiny quiet summary">${part.summary}</span>
     <span class="tiny quiet num row">${part.source && html`<span>score ${score(part.source)}
       </span>`}<span>${plural(part.end - part.start, "token")}</span>
       ${part.chunk?.tier && html`<span>from ${part.chunk.tier}</span>`}</span>

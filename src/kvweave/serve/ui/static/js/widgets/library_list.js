@@ -31,5 +31,5 @@ function Chunks({ kb, document, open }) {
       ${chunk.heading || `Part ${chunk.index + 1}`}</button>
       <span class="tiny faint num">${plural(chunk.tokens, "token")}
         ${chunk.asked ? ` · asked ${chunk.asked}×` : ""} · <code>${chunk.id.slice(0, 8)}
-        </code></span></li>`)}</ul>`}<//>`;
+        </code></span><p class="tiny quiet summary">${chunk.summary}</p></li>`)}</ul>`}<//>`;
 }
