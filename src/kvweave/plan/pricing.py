@@ -1,12 +1,11 @@
 """One request, priced: every option in every order that is asked about, and the one to take."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.hits import FusedLowerBound, StoredHits, find_hits
+from kvweave.plan.hits import StoredHits, find_hits
 from kvweave.plan.layout import Layout, lay_out
 from kvweave.plan.options import Candidate, price_fused, price_prefix
 from kvweave.plan.ordering import (
@@ -59,69 +58,43 @@ class PricedOrder(NamedTuple):
         return [*[_with_reason(candidate, self) for candidate in self.candidates], *self.declined]
 
 
-class OrderPricing:
-    """The options in one order. Lives as long as its request is planned."""
-
-    def __init__(
-        self, request: PlanRequest, order: tuple[ChunkRef, ...], full_s: float, facts: PlanFacts
-    ) -> None:
-        """`full_s` is what full prefill takes, in whatever order."""
-        parts = (*request.history, *order) if request.history else order
-        self._facts = facts
-        self.layout = layout = lay_out(
-            facts.tree.root,
-            facts.tree.match([part.id for part in parts]),
-            parts,
-            facts.stored,
-            request.question_tokens,
-            facts.costs.can_load,
-            len(request.history),
-        )
-        full = Candidate(
-            Option("full", full_s, layout.total, 0, Reason.CHEAPEST), layout.all_computed
-        )
-        self._exact = [full, *price_prefix(facts.costs, layout)]
-        self.exact_s = min([price_of(candidate) for candidate in self._exact])
-        self._close = {each.strategy.name: each.close for each in facts.allowed}
-        # by which an approximation must beat it
-        self.needed_s = MIN_GAIN_SHARE * self.exact_s
-        self._hits: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
-        self._fused: dict[str, Candidate | Reason] = {}
-
-    def fused_candidate(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
-        """The best option with this strategy, or why there is none."""
-        outcome = self._fused.get(strategy.name)
-        if outcome is None:
-            outcome = self._fused[strategy.name] = self._price_fused(strategy, ratio)
-        return outcome
-
-    def _price_fused(self, strategy: StrategyInfo, ratio: float) -> Candidate | Reason:
-        costs, layout = self._facts.costs, self.layout
+def price_order(
+    request: PlanRequest, order: tuple[ChunkRef, ...], full_s: float, facts: PlanFacts
+) -> PricedOrder:
+    """Price every option in one order and take the cheapest; but an approximation must win clearly,
+    or the best exact one is taken. `full_s` is what full prefill takes, in whatever order."""
+    parts = (*request.history, *order) if request.history else order
+    layout = lay_out(
+        facts.tree.root,
+        facts.tree.match([part.id for part in parts]),
+        parts,
+        facts.stored,
+        request.question_tokens,
+        facts.costs.can_load,
+        len(request.history),
+    )
+    full = Candidate(Option("full", full_s, layout.total, 0, Reason.CHEAPEST), layout.all_computed)
+    candidates, declined = [full, *price_prefix(facts.costs, layout)], list[Option]()
+    exact = min(candidates, key=price_of)
+    exact_s = price_of(exact)
+    known: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
+    for strategy, ratio, close, _ in facts.allowed:
         kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
-        hits = self._hits.get(kind)  # the same for all that want the same copies
+        hits = known.get(kind)  # the same for all that want the same copies
         if hits is None:
-            hits = self._hits[kind] = find_hits(costs, layout, strategy)
-        priced = price_fused(costs, layout, hits, strategy, ratio)
-        close = self._close.get(strategy.name, 0.0)
-        if not close or not isinstance(priced, Candidate):
-            return priced
-        return priced._replace(option=priced.option._replace(again_s=close * self.exact_s))
-
-    @cached_property
-    def priced(self) -> PricedOrder:
-        """Every option, and the cheapest; but an approximation must win clearly, or the best exact
-        one is taken."""
-        candidates, declined = list(self._exact), []
-        for strategy, ratio, *_ in self._facts.allowed:
-            outcome = self.fused_candidate(strategy, ratio)
-            if isinstance(outcome, Candidate):
-                candidates.append(outcome)
-            else:
-                declined.append(Option(f"fused {strategy.name}", None, 0, 0, outcome, ratio))
-        best, exact = min(candidates, key=_rank), min(self._exact, key=price_of)
-        too_close = best.strategy is not None and self.exact_s - price_of(best) < self.needed_s
-        chosen = exact if too_close else best
-        return PricedOrder(self.layout, candidates, declined, chosen, exact, self.needed_s)
+            hits = known[kind] = find_hits(facts.costs, layout, strategy)
+        priced = price_fused(facts.costs, layout, hits, strategy, ratio)
+        if not isinstance(priced, Candidate):
+            declined.append(Option(f"fused {strategy.name}", None, 0, 0, priced, ratio))
+        elif close:
+            again = priced.option._replace(again_s=close * exact_s)
+            candidates.append(priced._replace(option=again))
+        else:
+            candidates.append(priced)
+    best, needed_s = min(candidates, key=_rank), MIN_GAIN_SHARE * exact_s
+    too_close = best.strategy is not None and exact_s - price_of(best) < needed_s
+    chosen = exact if too_close else best
+    return PricedOrder(layout, candidates, declined, chosen, exact, needed_s)
 
 
 class RequestPricing:
@@ -142,7 +115,7 @@ class RequestPricing:
         parts = (*request.history, *chunks)
         tokens = facts.tree.root.num_tokens + sum([part.num_tokens for part in parts])
         self._full_s = facts.costs.full(tokens + request.question_tokens).seconds
-        self._orders: dict[tuple[ChunkRef, ...], OrderPricing] = {}
+        self._orders: dict[tuple[ChunkRef, ...], PricedOrder] = {}
 
     def order(self, table: AccessTable, tail: bool) -> Ordering:
         """The order to answer in: never one that is priced above the given one."""
@@ -169,55 +142,15 @@ class RequestPricing:
         return choose_order(start or tree.root, self._chunks, table, rules, worth)
 
     def costs_more(self, order: tuple[ChunkRef, ...], given: tuple[ChunkRef, ...]) -> bool:
-        """Whether the given order would be answered faster, by the same rules of choice.
-
-        Options that cannot be faster are not priced: most of those of the given order.
-        """
-        priced = self.price(order)
-        limit_s = price_of(priced.chosen)
-        if self._has_all_of(priced, given):
-            return False
-        other = self.at(given)
-        if other.exact_s < limit_s:
-            return True
-        at_least = FusedLowerBound(self._facts.costs, other.layout)
-        for strategy, ratio, *_ in self._facts.allowed:
-            if at_least.is_below(strategy, ratio, limit_s):
-                outcome = other.fused_candidate(strategy, ratio)
-                if isinstance(outcome, Candidate):
-                    fused_s = price_of(outcome)
-                    if fused_s < limit_s and other.exact_s - fused_s >= other.needed_s:
-                        return True
-        return False
-
-    def _has_all_of(self, priced: PricedOrder, given: tuple[ChunkRef, ...]) -> bool:
-        """Whether all that is exact in the given order is exact on the device in this one, and its
-        cheapest option was taken. Then each option of the given order does the same and more, and
-        none need be priced."""
-        layout, start = priced.layout, self._chunks_begin_at()
-        exact = (layout.preamble, *layout.path)
-        if start is None or layout.first is not None or any(span.load_bytes for span in exact):
-            return False
-        if price_of(priced.chosen) > min([price_of(each) for each in priced.candidates]):
-            return False
-        here = {span.chunk_id for span in layout.path}
-        child = start.children.get(given[0].id)
-        if child is None:  # from the store it may be exact in front all the same
-            copies = () if self._request.history else self._facts.stored.get(given[0].id, ())
-            return given[0].id in here or not any(copy.exact_when_first for copy in copies)
-        return _has_leading_path(child, given, here)
+        """Whether the given order would be answered faster, by the same rules of choice."""
+        return price_of(self.price(given).chosen) < price_of(self.price(order).chosen)
 
     def price(self, order: tuple[ChunkRef, ...]) -> PricedOrder:
         """Every option in this order, and the one to take."""
-        return self.at(order).priced
-
-    def at(self, order: tuple[ChunkRef, ...]) -> OrderPricing:
-        """The request in this order."""
         found = self._orders.get(order)
         if found is None:
-            found = self._orders[order] = OrderPricing(
-                self._request, order, self._full_s, self._facts
-            )
+            found = price_order(self._request, order, self._full_s, self._facts)
+            self._orders[order] = found
         return found
 
     def _chunks_begin_at(self) -> Node | None:
@@ -229,20 +162,6 @@ class RequestPricing:
                 return None
             node = child
         return node
-
-
-def _has_leading_path(
-    node: Node, given: Sequence[ChunkRef], here: Collection[ChunkId | None]
-) -> bool:
-    """Whether all leading chunks of `given` that the tree has, from `node` on, are among `here`."""
-    for place, chunk in enumerate(given):
-        if chunk.id not in here:
-            return False
-        child = node.children.get(given[place + 1].id) if place + 1 < len(given) else None
-        if child is None:
-            return True
-        node = child
-    return True
 
 
 def _rank(candidate: Candidate) -> tuple[float, float]:
