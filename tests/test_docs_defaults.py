@@ -269,7 +269,7 @@ QUOTED = [
             "app.answer.engine_target:GUESSES_ON_CPU",
             "app.answer.engine_target:GUESSES_ON_DEVICE",
         ),
-        ("asked with a quarter of the effort", "corpus.index.base:efforts(128, 1, 2) == [32, 128]"),
+        ("asked with a quarter of the effort", "corpus.index.base:_efforts(1, 2) == [32, 128]"),
     ),
     *quoted(
         "store.md",
