@@ -152,30 +152,17 @@ class ChunkLineOut(Outgoing):  # made of a ChunkLine
     asked: int  # prompts it was in since the server began
 
 
-class DocumentDetail(Outgoing):
+class DocumentDetail(DocumentOut):
     """One document with its chunks; the other fields as a list has them."""
 
-    id: str
-    source: str
-    title: str
-    chars: int
-    chunks: int
-    tokens: int
-    added_at: float
-    metadata: dict[str, str | int | float]
     kv: DocumentKVOut
     pieces: list[ChunkLineOut]  # in order
 
 
-class HotChunkOut(Outgoing):
+class HotChunkOut(ChunkLineOut):
     """A chunk that was in prompts; the other fields as a document has them."""
 
-    id: str
     document: str  # id of one that holds it
-    index: int
-    heading: str
-    tokens: int
-    asked: int
 
 
 class HotChunkList(Outgoing):
