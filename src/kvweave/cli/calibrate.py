@@ -122,15 +122,15 @@ class _CalibrateOptions:
     questions_file: Path | None
     kb_folder: Path | None
     k: int
-    qa_file: Path | None
     strategies: str
     ratios: str
-    encodings: str | None
     limit: int | None
-    context_tokens: int | None
     bound: float
     profile_file: Path | None
     as_json: bool
+    qa_file: Path | None = None
+    encodings: str | None = None
+    context_tokens: int | None = None
 
     @property
     def source(self) -> Path:
@@ -254,12 +254,9 @@ def quick_command(
         questions_file=questions_file,
         kb_folder=kb_folder,
         k=k,
-        qa_file=None,
         strategies=QUICK_STRATEGIES,
         ratios=QUICK_RATIOS,
-        encodings=None,
         limit=limit,
-        context_tokens=None,
         bound=bound,
         profile_file=profile_file,
         as_json=as_json,
