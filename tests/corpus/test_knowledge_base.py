@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.catalogue_index import load_index
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.index_file import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import WORD, SearchOptions
 from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, CorpusMismatch, RequestError

@@ -3,9 +3,8 @@
 import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.hits import find_hits, too_slow_links, unhidden_links
 from kvweave.plan.layout import lay_out
-from kvweave.plan.options import Candidate, price_fused
+from kvweave.plan.options import Candidate, find_hits, price_fused, too_slow_links, unhidden_links
 from kvweave.plan.plan import Option
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId

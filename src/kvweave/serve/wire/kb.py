@@ -152,17 +152,30 @@ class ChunkLineOut(Outgoing):  # made of a ChunkLine
     asked: int  # prompts it was in since the server began
 
 
-class DocumentDetail(DocumentOut):
+class DocumentDetail(Outgoing):
     """One document with its chunks; the other fields as a list has them."""
 
+    id: str
+    source: str
+    title: str
+    chars: int
+    chunks: int
+    tokens: int
+    added_at: float
+    metadata: dict[str, str | int | float]
     kv: DocumentKVOut
     pieces: list[ChunkLineOut]  # in order
 
 
-class HotChunkOut(ChunkLineOut):
+class HotChunkOut(Outgoing):  # made of a HotChunk
     """A chunk that was in prompts; the other fields as a document has them."""
 
+    id: Annotated[str, attribute("chunk", "id")]
     document: str  # id of one that holds it
+    index: Annotated[int, attribute("place")]
+    heading: Annotated[Title, attribute("chunk")]
+    tokens: Annotated[Length, attribute("chunk", "token_ids")]
+    asked: int
 
 
 class HotChunkList(Outgoing):
