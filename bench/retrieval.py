@@ -33,11 +33,11 @@ from common.results import commit, cpu_device, finish, versions
 from common.vector_cache import cached_vectors
 from kvweave.cli.knowledge_bases import find_embedder
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.catalogue_index import load_index, save_index
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.embedder import SentenceEmbedder, Vectors
 from kvweave.corpus.index import VectorIndex, make_index
 from kvweave.corpus.index.faiss_index import FaissIndex
-from kvweave.corpus.index_file import load_index, save_index
 from kvweave.corpus.search import fuse_ranks, search_words
 from kvweave.types import Chunk, DocumentId, ParsedDocument, PlacedChunk
 

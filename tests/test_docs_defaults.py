@@ -137,7 +137,7 @@ QUOTED = [
         ("Two retries at most (`--retries`)", "config:GatewaySettings().retries == 2"),
         ("a fifth of the requests, and {} at once", "config:GatewaySettings().retry_reserve"),
         ("a fifth of the requests", "config:GatewaySettings().retry_share == 1 / 5"),
-        ("come back within ten seconds", "gateway.retry_budget:REFILL_S == 10"),
+        ("come back within ten seconds", "gateway.fleet:REFILL_S == 10"),
         ("looked at every {:g} s.", "config:GatewaySettings().health_s"),
         ("says nothing twice in a row", "gateway.fleet:MOST_SILENT == 2"),
         ("Five failures in a row", "config:GatewaySettings().breaker_failures == 5"),
@@ -186,11 +186,11 @@ QUOTED = [
         ("process lives ({} GiB,", "config:LibrarySettings().remembered_bytes >> 30"),
         (
             "must win by {:g} % of what the exact way takes",
-            "plan.pricing:MIN_GAIN_SHARE * 100",
+            "plan.planner:MIN_GAIN_SHARE * 100",
         ),
         (
             "`gain below {:g} %`",
-            "plan.pricing:MIN_GAIN_SHARE * 100",
+            "plan.planner:MIN_GAIN_SHARE * 100",
         ),
         ("| nats per token, {} |", "calibrate.gate:BOUND"),
         ("| requests, {} |", "plan.ordering:PROMOTION"),
@@ -269,7 +269,7 @@ QUOTED = [
             "app.answer.engine_target:GUESSES_ON_CPU",
             "app.answer.engine_target:GUESSES_ON_DEVICE",
         ),
-        ("asked with a quarter of the effort", "corpus.index.base:efforts(128, 1, 2) == [32, 128]"),
+        ("asked with a quarter of the effort", "corpus.index.base:_efforts(1, 2) == [32, 128]"),
     ),
     *quoted(
         "store.md",

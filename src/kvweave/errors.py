@@ -123,3 +123,9 @@ class TierCorrupt(TierError):
 
 class TierForeign(TierError):
     """An intact object that this build cannot read. It is left alone for the build that can."""
+
+
+def error_words(error: BaseException, most: int | None = None) -> str:
+    """Return what an error says in one line, at most so many characters; its type where it says
+    nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvweave.corpus.catalogue import Catalogue
+from kvweave.corpus.catalogue_index import load_index
 from kvweave.corpus.embedder import Vectors
-from kvweave.corpus.index_file import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import WORD, SearchOptions
 from kvweave.errors import ConfigError, CorpusDamaged, CorpusError, CorpusMismatch, RequestError
@@ -158,10 +158,10 @@ def test_many_removals_end_in_a_compact_index(
 
 
 def test_the_kind_of_index_can_be_changed_later(kb: KnowledgeBase, tokenizer: Tokenizer) -> None:
-    assert kb.index_kind == "flat"
+    assert kb._index.kind == "flat"
     again = open_kb(kb.folder, tokenizer, index="hnsw")
     ingest(again, PAIRS)
-    assert KnowledgeBase.open(kb.folder).index_kind == "hnsw"
+    assert KnowledgeBase.open(kb.folder)._index.kind == "hnsw"
     assert again.check() == []
 
 

@@ -1,6 +1,6 @@
 """Retries are a share of requests and a reserve, no more."""
 
-from kvweave.gateway.retry_budget import RetryBudget
+from kvweave.gateway.fleet import RetryBudget
 
 
 def test_the_reserve_goes_first_and_requests_bring_more() -> None:

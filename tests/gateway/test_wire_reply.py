@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvweave.gateway.wire_reply import BadReply, WireReply
+from kvweave.gateway.connections import BadReply, WireReply
 
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvweave.corpus.index_file import load_index
+from kvweave.corpus.catalogue_index import load_index
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import SearchOptions
 from kvweave.text.tokenizer import Tokenizer
@@ -59,7 +59,9 @@ def kill_at(world: World, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPat
     assert make_tokenizer(tokenizer_folder).fingerprint == tokenizer.fingerprint
     # a server that has imported everything and started no thread: each child is a cheap fork
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["worlds.killed_ingest", "faiss", "kvweave.corpus.index_file"])
+    context.set_forkserver_preload(
+        ["worlds.killed_ingest", "faiss", "kvweave.corpus.catalogue_index"]
+    )
 
     def kill(after_events: int, folder: Path) -> bool:
         shutil.copytree(world.before, folder)

@@ -1,7 +1,7 @@
 """A tier's budget: what leaves, what stays, what counts."""
 
 from kvweave.kv.policies import LFU, LRU, ItemUsage
-from kvweave.kv.tier_budget import TierBudget
+from kvweave.kv.tier_slot import TierBudget
 from worlds.kv import make_key
 from worlds.kv_checks import check_budget
 

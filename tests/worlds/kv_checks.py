@@ -5,7 +5,7 @@ Each raises AssertionError where they do not.
 
 from kvweave.kv.format.memory import Arena
 from kvweave.kv.store import KVStore
-from kvweave.kv.tier_budget import TierBudget
+from kvweave.kv.tier_slot import TierBudget
 from kvweave.kv.tiers.host import HostTier
 
 

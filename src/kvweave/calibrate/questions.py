@@ -20,7 +20,7 @@ from typing import Any
 
 from kvweave.calibrate.answer_scores import normalise
 from kvweave.calibrate.case import Case
-from kvweave.errors import CorpusError
+from kvweave.errors import CorpusError, error_words
 from kvweave.fuse.encode.extras import REPEAT
 from kvweave.text.prompt import (
     SYSTEM,
@@ -246,4 +246,4 @@ def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
 def _reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"no {error}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return error_words(error)

@@ -4,7 +4,7 @@ All cells of a table share the same resamples of its questions, so they compare 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date
 
 import numpy as np
@@ -23,7 +23,7 @@ from kvweave.calibrate.measure import (
 
 @dataclass(frozen=True, slots=True)
 class TableOrigin:
-    """What was measured, and on what."""
+    """What was measured, and on what: fields of its table."""
 
     revision: str  # of the decoder
     dtype: str
@@ -52,26 +52,18 @@ def tabulate(
     reused = next((c.kl for c in columns if c.setting.strategy.name == "reuse"), None)
     known = [gold for gold in golds if gold is not None]
     return Table(
+        **asdict(origin),
         encoding=encoding,
-        context=origin.context,
-        preamble=origin.preamble,
-        revision=origin.revision,
-        dtype=origin.dtype,
-        data=origin.data,
-        data_hash=origin.data_hash,
         date=date.today().isoformat(),
         num_questions=len(answered),
         num_with_answers=len(known),
-        num_chunk_tokens=origin.num_chunk_tokens,
         mean_prompt_tokens=float(np.mean([each.num_tokens for each in answered])),
         noise=noise_of(answered, encoding),
         full_f1=_mean([gold.f1 for gold in known]),
         full_em=_mean([gold.em for gold in known]),
         cells=tuple(column.cell(boot, reused) for column in columns),
-        kind=origin.kind,
         mean_chunks=float(np.mean([each.num_chunks for each in answered])),
         most_prompt_tokens=max(each.num_tokens for each in answered),
-        has_history=origin.has_history,
         close_call=CLOSE_CALLS[0],
     )
 

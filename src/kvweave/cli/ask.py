@@ -16,6 +16,7 @@ from kvweave.cli.explain_view import as_document, missing_line, show
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
     config_option,
+    kb_folder_option,
     model_options,
     pass_config,
     question_options,
@@ -81,12 +82,7 @@ class Waited(NamedTuple):
     metavar="PATH",
     help="A text file to answer from; - is stdin. May be given many times.",
 )
-@click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Answer from this knowledge base (kvweave ingest makes one).",
-)
+@kb_folder_option("Answer from this knowledge base (kvweave ingest makes one).")
 @url_option
 @click.option(
     "--history",

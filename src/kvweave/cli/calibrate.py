@@ -11,7 +11,16 @@ import click
 
 from kvweave.cli.calibration_view import progress_bar, show_layers, show_tables
 from kvweave.cli.knowledge_bases import open_asked_kb
-from kvweave.cli.options import Command, model_of, model_options, pass_config, pass_model
+from kvweave.cli.options import (
+    Command,
+    Decorator,
+    json_option,
+    kb_folder_option,
+    model_of,
+    model_options,
+    pass_config,
+    pass_model,
+)
 from kvweave.config import EffectiveConfig, QualitySettings
 from kvweave.errors import ConfigError, CorpusError, RequestError
 
@@ -48,7 +57,11 @@ bound_option = click.option(
     type=float,
     help=f"Mean KL to stay below, nats (quality.bound of the configuration: {USUAL_BOUND:g}).",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+
+
+def chunks_option(where: str = "") -> Decorator:
+    words = f"How many to take {where}(library.k of the configuration, 2 at least: 5)."
+    return click.option("--chunks", "k", type=click.IntRange(FEWEST_CHUNKS, 100), help=words)
 
 
 def pass_question_settings(command: Command) -> Command:
@@ -68,18 +81,8 @@ def pass_question_settings(command: Command) -> Command:
 
 @click.group("calibrate", invoke_without_command=True)
 @click.option("--questions", "questions_file", type=file_type, help="Questions to ask of --kb.")
-@click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    help="Answer --questions from this knowledge base.",
-)
-@click.option(
-    "--chunks",
-    "k",
-    type=click.IntRange(FEWEST_CHUNKS, 100),
-    help="How many to take from --kb (library.k of the configuration, 2 at least: 5).",
-)
+@kb_folder_option("Answer --questions from this knowledge base.", exists=True)
+@chunks_option("from --kb ")
 @qa_option
 @click.option("--strategies", default=STRATEGIES, show_default=True, help="What to measure.")
 @click.option("--ratios", default=RATIOS, show_default=True, help="Shares to recompute.")
@@ -122,15 +125,15 @@ class _CalibrateOptions:
     questions_file: Path | None
     kb_folder: Path | None
     k: int
-    qa_file: Path | None
     strategies: str
     ratios: str
-    encodings: str | None
     limit: int | None
-    context_tokens: int | None
     bound: float
     profile_file: Path | None
     as_json: bool
+    qa_file: Path | None = None
+    encodings: str | None = None
+    context_tokens: int | None = None
 
     @property
     def source(self) -> Path:
@@ -203,25 +206,14 @@ def _show(
 
 
 @command.command("quick")
-@click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
-    required=True,
-    help="The knowledge base to ask.",
-)
+@kb_folder_option("The knowledge base to ask.", exists=True, required=True)
 @click.option(
     "--questions",
     "questions_file",
     type=file_type,
     help="Questions to ask of it (made from its own text).",
 )
-@click.option(
-    "--chunks",
-    "k",
-    type=click.IntRange(FEWEST_CHUNKS, 100),
-    help="How many to take (library.k of the configuration, 2 at least: 5).",
-)
+@chunks_option()
 @click.option(
     "--limit",
     type=click.IntRange(min=20),
@@ -254,12 +246,9 @@ def quick_command(
         questions_file=questions_file,
         kb_folder=kb_folder,
         k=k,
-        qa_file=None,
         strategies=QUICK_STRATEGIES,
         ratios=QUICK_RATIOS,
-        encodings=None,
         limit=limit,
-        context_tokens=None,
         bound=bound,
         profile_file=profile_file,
         as_json=as_json,

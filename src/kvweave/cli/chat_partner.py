@@ -1,10 +1,11 @@
 """Who answers in `kvweave chat`: a model in this process, or a running server."""
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.config import WeaveConfig, given
@@ -29,40 +30,47 @@ class ChatTold:
     ttft_ms: float | None = None
 
 
-class ChatPartner(Protocol):
+class ChatPartner(ABC):
     """Answers one conversation at a time. For one thread; `close` it."""
 
-    kb: str | None  # where it answers from
-    reuse: str | None  # how; None: as is usual
-    told: ChatTold  # of the last answer
+    def __init__(self, config: WeaveConfig, reuse: str | None) -> None:
+        self.kb: str | None = None  # where it answers from
+        self.reuse = reuse  # how; None: as is usual
+        self.told = ChatTold()  # of the last answer
+        self._config = config
+        self._name = secrets.token_hex(8)  # of the conversation
 
+    @abstractmethod
     def use_kb(self, name: str | None) -> None:
         """Answer from this knowledge base from now on; None: from none. Raises KVWeaveError, and
         then the one before stays."""
 
+    @abstractmethod
     def answer(self, messages: Said) -> Iterator[str]:
         """The answer to the last message, piece by piece. Raises KVWeaveError."""
-        ...
+
+    @abstractmethod
+    def close(self) -> None: ...
 
     def begin_again(self) -> None:
         """The next answer is of another conversation."""
+        self._name, self.told = secrets.token_hex(8), ChatTold()
 
-    def close(self) -> None: ...
+    def _behind_system(self, messages: Said) -> list[dict[str, str]]:
+        """The messages behind the system prompt of the configuration."""
+        system = self._config.model.system
+        return [*([] if system is None else [{"role": "system", "content": system}]), *messages]
 
 
-class LocalPartner:
+class LocalPartner(ChatPartner):
     """A model in this process."""
 
     def __init__(self, config: WeaveConfig, kb: str | None, reuse: str | None) -> None:
         if kb is not None:
             check_knowledge_base(Path(kb))  # before the model is loaded
-        self.kb: str | None = None
-        self.reuse = reuse
-        self.told = ChatTold()
-        self._config = config
+        super().__init__(config, reuse)
         self._weave = open_weave(config=config)
         self._over: Weave | None = None
-        self._name = secrets.token_hex(8)
         try:
             self.use_kb(kb)
         except BaseException:
@@ -77,10 +85,8 @@ class LocalPartner:
         opened = None
         if name is not None:
             check_knowledge_base(Path(name))
-            settings, options = (
-                AnswerSettings.from_config(self._config),
-                KVOptions.from_config(self._config),
-            )
+            settings = AnswerSettings.from_config(self._config)
+            options = KVOptions.from_config(self._config)
             opener = embedder_opener(self._config.library)
             opened = self._weave.over(Path(name), options, settings, open_embedder=opener)
         before, self._over, self.kb = self._over, opened, name
@@ -107,8 +113,7 @@ class LocalPartner:
             if reuse not in (None, *PLAIN_REUSES):
                 known = ", ".join(PLAIN_REUSES)
                 raise RequestError(f"reuse {reuse!r} needs a knowledge base (/kb); else: {known}")
-            system = self._config.model.system
-            said = list(messages) if system is None else [_system(system), *messages]
+            said = self._behind_system(messages)
             stream = self._weave.chat(said, sampling=sampling, reuse=reuse)
         try:
             for piece in stream:
@@ -125,27 +130,20 @@ class LocalPartner:
             answer.ttft_ms,
         )
 
-    def begin_again(self) -> None:
-        self._name, self.told = secrets.token_hex(8), ChatTold()
-
     def close(self) -> None:
         if self._over is not None:
             self._over.close()
         self._weave.close()
 
 
-class RemotePartner:
+class RemotePartner(ChatPartner):
     """A running server."""
 
     def __init__(
         self, client: "ServerClient", config: WeaveConfig, kb: str | None, reuse: str | None
     ) -> None:
-        self.kb: str | None = None
-        self.reuse = reuse
-        self.told = ChatTold()
+        super().__init__(config, reuse)
         self._client = client
-        self._config = config
-        self._name = secrets.token_hex(8)
         client.models()  # whether it answers is found out before the first question
         self.use_kb(kb)
 
@@ -163,10 +161,8 @@ class RemotePartner:
             fields["reuse"] = {"strategy": strategy, "ratio": ratio}
         if self.kb is not None:
             fields |= {"kb": self.kb, "conversation_id": self._name}
-        system = self._config.model.system
-        said = list(messages) if system is None else [_system(system), *messages]
         told = ChatTold()
-        for event in self._client.chat_events(said, **fields):
+        for event in self._client.chat_events(self._behind_system(messages), **fields):
             for choice in event["choices"]:
                 if text := choice["delta"].get("content"):
                     yield text
@@ -177,12 +173,5 @@ class RemotePartner:
                 told.ttft_ms = explained["timeline_ms"]["first_token"]
         self.told = told
 
-    def begin_again(self) -> None:
-        self._name, self.told = secrets.token_hex(8), ChatTold()
-
     def close(self) -> None:
         """Nothing is kept open between two answers."""
-
-
-def _system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}

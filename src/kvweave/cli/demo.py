@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvweave.cli.knowledge_bases import find_tokenizer, open_weave, with_model
-from kvweave.cli.options import json_option, model_options, pass_config
+from kvweave.cli.options import json_option, kb_folder_option, model_options, pass_config
 from kvweave.cli.plan_view import decision_line
 from kvweave.config import EffectiveConfig
 from kvweave.demo import PASSAGES, SHOWN, DemoQuestion, read_questions
@@ -43,11 +43,8 @@ class DemoPreparation:
 
 
 @click.command("demo")
-@click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the demo's knowledge base.  [default: demo in kvweave's cache folder]",
+@kb_folder_option(
+    "Folder for the demo's knowledge base.  [default: demo in kvweave's cache folder]"
 )
 @click.option("--verbose", "-v", is_flag=True, help="Say why auto took what it took.")
 @model_options

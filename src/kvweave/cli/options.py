@@ -233,14 +233,15 @@ url_option = click.option(
     help="Of a running server that does it; --kb is a name there. KVWEAVE_API_KEY is its key.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
-kb_option = click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=Path("kb"),
-    show_default=True,
-    help="Folder of the knowledge base.",
-)
+
+
+def kb_folder_option(words: str, *, exists: bool = False, **attributes: Any) -> Decorator:
+    """The folder of a knowledge base, as --kb, which a command gets as `kb_folder`."""
+    folder = click.Path(path_type=Path, file_okay=False, exists=exists)
+    return click.option("--kb", "kb_folder", type=folder, help=words, **attributes)
+
+
+kb_option = kb_folder_option("Folder of the knowledge base.", default=Path("kb"), show_default=True)
 api_key_option = click.option(
     "--qdrant-api-key", envvar="QDRANT_API_KEY", help="For an index on a Qdrant server."
 )

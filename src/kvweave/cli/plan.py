@@ -9,6 +9,7 @@ from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
 from kvweave.cli.options import (
     config_option,
     json_option,
+    kb_folder_option,
     model_options,
     pass_config,
     question_options,
@@ -28,12 +29,10 @@ from kvweave.errors import RequestError
 
 @click.command("plan")
 @click.argument("question")
-@click.option(
-    "--kb",
-    "kb_folder",
-    type=click.Path(path_type=Path, file_okay=False, exists=True),
+@kb_folder_option(
+    "The knowledge base that would be asked (kvweave ingest makes one).",
+    exists=True,
     required=True,
-    help="The knowledge base that would be asked (kvweave ingest makes one).",
 )
 @question_options("k", "bound", "order")
 @model_options

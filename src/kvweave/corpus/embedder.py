@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -17,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvweave.corpus.bert_encoder import BertEncoder, BertFolder, EncoderWeights
-from kvweave.errors import ConfigError, ModelNotFound
+from kvweave.errors import ConfigError, ModelNotFound, error_words
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -209,23 +210,31 @@ class SentenceEmbedder:
     def model(self) -> "SentenceTransformer":
         """The model by sentence-transformers, loaded on first use: listing documents needs no
         embedder, and models that `_bert` computes need no library."""
-        try:
+        with loading_model("embedder", self._where, "a sentence-transformers folder"):
             from sentence_transformers import SentenceTransformer
-            from transformers.utils import logging as transformers_logging
-        except ImportError as error:
-            raise ConfigError(
-                f"the embedder {self.name!r} needs sentence-transformers ({error}); "
-                "pip install 'kvweave[embedders]', or take minilm"
-            ) from error
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
-        try:
+
             return SentenceTransformer(self._where, device=self._device)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelNotFound(
-                f"no embedder {self._where!r}: give a sentence-transformers folder or a hub name "
-                f"({reason[:200]})"
-            ) from error
+
+
+@contextmanager
+def loading_model(what: str, name: str, folder: str) -> Iterator[None]:
+    """Load a model of sentence-transformers inside, without its progress bars. Raises ConfigError
+    where the library is not installed, ModelNotFound where `name` is no such model."""
+    try:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
+        yield
+    except ImportError as error:
+        other = ", or take minilm" if what == "embedder" else ""
+        raise ConfigError(
+            f"the {what} {name!r} needs sentence-transformers ({error}); "
+            f"pip install 'kvweave[embedders]'{other}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"no {what} {name!r}: give {folder} or a hub name ({error_words(error, 200)})"
+        ) from error
 
 
 def _hash_file(path: Path, digest: "hashlib._Hash") -> None:

@@ -199,10 +199,6 @@ class KnowledgeBase:
     def totals(self) -> Totals:
         return self.catalogue.totals()
 
-    @property
-    def index_kind(self) -> str:
-        return self._index.kind
-
     def check(self) -> list[str]:
         """Everything that does not fit together, in words. Empty for a sound knowledge base.
 

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvweave.errors import ConfigError, ModelNotFound
+from kvweave.corpus.embedder import loading_model
+from kvweave.errors import ConfigError
 
 BATCH = 16  # pairs computed at a time
 
@@ -48,23 +49,10 @@ class CrossEncoderReranker:
         return [float(score) for score in found]
 
     def _load(self) -> Any:
-        try:
+        with loading_model("reranker", self.name, "a cross-encoder's folder"):
             from sentence_transformers import CrossEncoder
-            from transformers.utils import logging as transformers_logging
-        except ImportError as error:
-            raise ConfigError(
-                f"a reranker needs sentence-transformers ({error}); "
-                "pip install 'kvweave[embedders]'"
-            ) from error
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # over ours
-        try:
+
             return CrossEncoder(self.name)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ModelNotFound(
-                f"no reranker {self.name!r}: give a cross-encoder's folder or a hub name "
-                f"({reason[:200]})"
-            ) from error
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvweave.errors import KVWeaveError
 from kvweave.types import ChunkId, EncodeWork
@@ -96,17 +96,15 @@ class Tally:
 
     def tell(self, phase: Phase, source: str = "", embedded_bytes: int = 0) -> None:
         """`embedded_bytes` count as done too: their vectors are kept."""
+        self._tell(phase, self.done_bytes + embedded_bytes, self.num_chunks, source)
+
+    def _tell(
+        self, phase: Phase, done_bytes: int, num_chunks: int, source: str = "", **more: Any
+    ) -> None:
         if self._progress is not None:
-            self._progress(
-                IngestProgress(
-                    phase,
-                    self.done_bytes + embedded_bytes,
-                    self.total_bytes,
-                    self.added + self.updated + self.unchanged,
-                    self.num_chunks,
-                    source,
-                )
-            )
+            looked_at = self.added + self.updated + self.unchanged
+            counts = (done_bytes, self.total_bytes, looked_at, num_chunks)
+            self._progress(IngestProgress(phase, *counts, source, **more))
 
     def tell_reading(self, source: str) -> None:
         """Tell that a source is being read; called very often, it tells a few times a second."""
@@ -126,27 +124,22 @@ class Tally:
         self._tell_kv()
 
     def _tell_kv(self) -> None:
-        if self._progress is None or self.kv_total is None:
+        if self.kv_total is None:
             return
         eta_s, took_s = None, time.monotonic() - self._kv_started_s
         if self.kv.num_tokens:
             left = max(0, self.kv_total.num_tokens - self.kv.num_tokens)
             eta_s = took_s / self.kv.num_tokens * left
-        self._progress(
-            IngestProgress(
-                "encode",
-                self.done_bytes,
-                self.total_bytes,
-                self.added + self.updated + self.unchanged,
-                self.kv.num_chunks,
-                "",
-                self.kv_total.num_chunks,
-                self.kv.num_bytes,
-                self.kv_total.num_bytes,
-                self.kv.num_tokens,
-                self.kv_total.num_tokens,
-                eta_s,
-            )
+        self._tell(
+            "encode",
+            self.done_bytes,
+            self.kv.num_chunks,
+            total_chunks=self.kv_total.num_chunks,
+            kv_bytes=self.kv.num_bytes,
+            total_kv_bytes=self.kv_total.num_bytes,
+            num_tokens=self.kv.num_tokens,
+            total_tokens=self.kv_total.num_tokens,
+            eta_s=eta_s,
         )
 
     def report(self, orphaned: Sequence[ChunkId]) -> IngestReport:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvweave.corpus.metadata import Metadata, check_metadata
 from kvweave.corpus.parsers import ENDINGS, ParseLimits
-from kvweave.errors import CorpusError
+from kvweave.errors import CorpusError, error_words
 from kvweave.ingest.report import Skipped
 
 # What a path can do: not be there or be too long, loop or name no user, hold a NUL.
@@ -227,4 +227,4 @@ def _printable(path: Path) -> str:
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
-    return " ".join(str(error).split())
+    return error_words(error)

@@ -18,7 +18,7 @@ from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory
 from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
-from kvweave.kv.tier_budget import TierEntry
+from kvweave.kv.tier_slot import TierEntry
 from kvweave.reasons import Reason
 
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from kvweave.kv.format.keys import ChunkKey, ContextId, context_of
 from kvweave.kv.policies import ItemUsage, UsageRecord
 from kvweave.kv.provenance import Provenance
-from kvweave.kv.tier_budget import TierBudget, TierEntry
-from kvweave.kv.tier_slot import TierSlot
+from kvweave.kv.tier_slot import TierBudget, TierEntry, TierSlot
 from kvweave.kv.tiers.host import HostTier
 from kvweave.metrics import Metrics
 

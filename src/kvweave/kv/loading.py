@@ -21,8 +21,7 @@ from kvweave.kv.lookup import Locator
 from kvweave.kv.provenance import provenance_in
 from kvweave.kv.removal import Remover
 from kvweave.kv.saving import Saver
-from kvweave.kv.tier_budget import TierEntry
-from kvweave.kv.tier_slot import TierSlot
+from kvweave.kv.tier_slot import TierEntry, TierSlot
 from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.transfers import ActiveLoads, Holds, Lease, Pin, Sources, Transfer
 from kvweave.reasons import Reason

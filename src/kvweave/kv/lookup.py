@@ -24,8 +24,7 @@ from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.inventory import Inventory
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.removal import Remover
-from kvweave.kv.tier_budget import TierBudget, TierEntry
-from kvweave.kv.tier_slot import IoPool, TierSlot
+from kvweave.kv.tier_slot import IoPool, TierBudget, TierEntry, TierSlot
 from kvweave.kv.tiers import StoredObject
 from kvweave.kv.transfers import ActiveLoads
 from kvweave.metrics import Metrics

@@ -11,8 +11,7 @@ from kvweave.errors import TierError
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import verify_object
 from kvweave.kv.inventory import Inventory
-from kvweave.kv.tier_budget import TierEntry
-from kvweave.kv.tier_slot import IoPool, TierSlot
+from kvweave.kv.tier_slot import IoPool, TierEntry, TierSlot
 
 DELETE_S = 10.0  # a delete that takes longer hangs: it goes on by itself, nobody waits for it
 _MAX_FOREIGN = 1 << 16  # remembered; beyond that they are found out anew

@@ -21,8 +21,7 @@ from kvweave.kv.format.objects import PackedChunk
 from kvweave.kv.inventory import Inventory
 from kvweave.kv.provenance import PROVENANCE, Provenance, provenance_in
 from kvweave.kv.removal import Remover
-from kvweave.kv.tier_budget import TierBudget, TierEntry
-from kvweave.kv.tier_slot import TierSlot
+from kvweave.kv.tier_slot import TierBudget, TierEntry, TierSlot
 from kvweave.kv.tiers.config import StoreConfig
 from kvweave.kv.writer import SaveTicket, Writer
 

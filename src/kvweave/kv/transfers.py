@@ -14,8 +14,7 @@ from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import EncodedLayer
 from kvweave.kv.provenance import PROVENANCE
-from kvweave.kv.tier_budget import TierEntry
-from kvweave.kv.tier_slot import TierSlot
+from kvweave.kv.tier_slot import TierEntry, TierSlot
 from kvweave.reasons import Reason
 
 

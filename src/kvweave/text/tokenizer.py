@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError
+from kvweave.errors import ModelCorrupt, ModelNotFound, RequestError, error_words
 from kvweave.text.time_limit import LIMIT, TooLong
 from kvweave.text.tool_calls import CALL_OPEN
 
@@ -267,7 +267,7 @@ class Tokenizer:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError,
                 ArithmeticError, RecursionError) as error:  # fmt: skip
             raise RequestError(
-                f"the chat template refuses these messages: {_one_line(error)}"
+                f"the chat template refuses these messages: {error_words(error)}"
             ) from error
 
     @cached_property
@@ -363,7 +363,3 @@ def _token_text(token: Any) -> str | None:
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

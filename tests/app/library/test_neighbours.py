@@ -300,7 +300,7 @@ def test_a_qdrant_index_finds_the_same_neighbours(
         table_of(library).drop([chunk.id for chunk in chunks_of(library).values()])
     with opened(index="qdrant://vectors.example:6333/notes") as library:
         ingest(library, docs)
-        assert library.kb.index_kind == "qdrant"
+        assert library.kb._index.kind == "qdrant"
         assert entries_of(library) == local
         library.remove(str(docs / "evict.txt"))
         (docs / "evict.txt").unlink()

@@ -20,8 +20,7 @@ from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.serve.access.limits import Limits
 from kvweave.serve.server import ServerLifecycle
-from kvweave.serve.uploads.forms import FormFile, FormFiles
-from kvweave.serve.uploads.spool import Spool
+from kvweave.serve.uploads.forms import FormFile, FormFiles, Spool
 from worlds.serving import serving
 from worlds.tiny_corpus import WordEmbedder
 

@@ -44,7 +44,6 @@ def test_whoever_waits_runs_something_and_places_are_used(
             running.append(begins)
         of = {name: sum(tenant == name for tenant, _ in running) for name in "abc"}
         assert turns.num_running == len(running)
-        assert turns.num_waiting == sum(map(len, waiting.values()))
         for name in "abc":
             assert not waiting[name] or of[name], "its first job never waits"
         if any(waiting.values()):

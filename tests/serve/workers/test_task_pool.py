@@ -46,7 +46,7 @@ def test_many_writers_of_one_leave_the_threads_to_writers_of_another() -> None:
         assert await running == "a1"
         await asyncio.gather(*behind)
         assert log == ["a1", "a", "a", "a", "a"]
-        assert pool.num_admitted == 0
+        assert pool._num_admitted == 0
         await pool.close()
 
     asyncio.run(act())
@@ -83,7 +83,7 @@ def test_closing_drops_what_waits_for_a_turn_or_a_thread_and_says_so() -> None:
         first.let.set()
         assert await running == "first"
         await closing
-        await until(lambda: pool.num_admitted == 0)
+        await until(lambda: pool._num_admitted == 0)
         assert log == ["first"]
         assert sorted(over) == ["first", "thread", "turn"]
 

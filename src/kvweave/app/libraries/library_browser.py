@@ -1,6 +1,5 @@
 """Looks around in one knowledge base: its documents, their chunks, and the KV there is of them."""
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvweave.app.answer.settings import ChunkUses
@@ -40,6 +39,15 @@ class ChunkLine(NamedTuple):
     chunk: Chunk
     place: int  # in the document, from 0
     asked: int  # prompts it was in
+
+
+class HotChunk(NamedTuple):
+    """A chunk that was in prompts, where a document holds it: of several the first by id."""
+
+    chunk: Chunk
+    place: int
+    asked: int
+    document: DocumentId
 
 
 class ChunkView(NamedTuple):
@@ -130,21 +138,17 @@ class LibraryBrowser:
             found.append(SearchHit(hit, chars, tier))
         return found
 
-    def hottest(self, limit: int) -> list[ChunkLine]:
-        """The chunks that were in most prompts, each with its place in the first that holds it."""
+    def hottest(self, limit: int) -> list[HotChunk]:
+        """The chunks that were in most prompts."""
         most = self._uses.most(limit)
         chunks = self._catalogue.chunks([chunk_id for chunk_id, _ in most])
         lines = []
         for chunk_id, asked in most:
             places = self._catalogue.places_of(chunk_id)
             if chunk_id in chunks and places:  # else it was removed since
-                lines.append(ChunkLine(chunks[chunk_id], places[0][1], asked))
+                document, place = places[0]
+                lines.append(HotChunk(chunks[chunk_id], place, asked, document))
         return lines
-
-    def holders(self, chunk_ids: Sequence[ChunkId]) -> dict[ChunkId, DocumentId]:
-        """A document that holds each chunk; of several the first by id."""
-        places = {chunk_id: self._catalogue.places_of(chunk_id) for chunk_id in chunk_ids}
-        return {chunk_id: found[0][0] for chunk_id, found in places.items() if found}
 
     def _neighbours(self, chunk_id: ChunkId) -> list[Hit]:
         kb = self._kb

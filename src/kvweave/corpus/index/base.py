@@ -98,18 +98,29 @@ def nothing() -> IndexHits:
     return IndexHits(np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def full_effort(k: int) -> int:
-    """Candidates that a plain search of a graph keeps."""
-    return max(SEARCH_EFFORT, 2 * k)
+class GraphIndex(VectorIndex):
+    """An index that cannot take a walk up again: what comes before the full walk is lost.
 
-
-def efforts(full: int, k: int, stages: int) -> list[int]:
-    """The efforts of searches one after the other that end with a full one.
-
-    For an index that cannot take a walk up again: what comes before the full walk is lost. So there
-    is one walk before it, of a quarter: it compares a third as often, and in nine of ten cases it
-    ends with the list of the full one (bench/retrieval.py).
+    So a staged search has one walk before it, of a quarter of the effort: it compares a third as
+    often, and in nine of ten cases it ends with the list of the full one (bench/retrieval.py).
     """
+
+    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
+        query = check_query(vector, self.dim, k, stages)
+        for effort in _efforts(k, stages):
+            yield self._walk(query, k, effort)
+
+    def num_stages(self, k: int, stages: int) -> int:
+        return len(_efforts(k, stages))
+
+    @abstractmethod
+    def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
+        """The best k that a walk with so many candidates finds."""
+
+
+def _efforts(k: int, stages: int) -> list[int]:
+    """Candidates that the walks of a search keep, one walk after the other."""
+    full = max(SEARCH_EFFORT, 2 * k)
     first = max(k, full // 4)  # fewer candidates than k could not fill the list
     return [first, full] if stages > 1 and first < full else [full]
 

@@ -1,17 +1,13 @@
 """Walks a graph of neighbours: fastest search, slowest to build, most memory."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from kvweave.corpus.index.base import (
+    GraphIndex,
     IndexHits,
-    Vector,
     Vectors,
-    check_query,
-    efforts,
-    full_effort,
     nothing,
     take_best,
 )
@@ -21,7 +17,7 @@ NEIGHBOURS = 32  # edges per vector
 BUILD_EFFORT = 128  # candidates kept while linking a new vector
 
 
-class HnswIndex(FaissIndex):
+class HnswIndex(GraphIndex, FaissIndex):
     """A FAISS HNSW index. A staged search walks twice: with a quarter of the effort, then with all.
 
     FAISS hands out no walk that could go on. One of our own over its graph would, but in numpy it
@@ -36,14 +32,6 @@ class HnswIndex(FaissIndex):
         index = faiss.IndexHNSWFlat(self.dim, NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
         index.hnsw.efConstruction = BUILD_EFFORT
         return index
-
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
-        query = check_query(vector, self.dim, k, stages)
-        for effort in efforts(full_effort(k), k, stages):
-            yield self._walk(query, k, effort)
-
-    def num_stages(self, k: int, stages: int) -> int:
-        return len(efforts(full_effort(k), k, stages))
 
     def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
         import faiss

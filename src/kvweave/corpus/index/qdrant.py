@@ -12,18 +12,14 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvweave.corpus.index.base import (
+    GraphIndex,
     Ids,
     IndexHits,
-    Vector,
-    VectorIndex,
     Vectors,
-    check_query,
-    efforts,
-    full_effort,
     nothing,
     take_best,
 )
-from kvweave.errors import ConfigError, CorpusError
+from kvweave.errors import ConfigError, CorpusError, error_words
 
 if TYPE_CHECKING:
     from qdrant_client import QdrantClient
@@ -33,7 +29,7 @@ TIMEOUT_S = 30
 OWNER = "knowledge_base"  # the one field of a point's payload
 
 
-class QdrantIndex(VectorIndex):
+class QdrantIndex(GraphIndex):
     """One collection. A staged search asks twice, with growing effort, as for HNSW."""
 
     kind = "qdrant"
@@ -130,15 +126,7 @@ class QdrantIndex(VectorIndex):
                 points = models.PointIdsList(points=ids[start : start + BATCH].tolist())
                 self._client.delete(self.collection, points, wait=True)
 
-    def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
-        query = check_query(vector, self.dim, k, stages)
-        for effort in efforts(full_effort(k), k, stages):
-            yield self._query(query, k, effort)
-
-    def num_stages(self, k: int, stages: int) -> int:
-        return len(efforts(full_effort(k), k, stages))
-
-    def _query(self, query: Vectors, k: int, effort: int) -> IndexHits:
+    def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
         from qdrant_client import models
 
         # in memory every search is exact, and asking for effort is answered with a warning
@@ -189,8 +177,7 @@ def _as_corpus_error(url: str) -> Iterator[None]:
     try:
         yield
     except (ApiException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise CorpusError(
-            f"the vector index at {url} does not answer ({reason}); start it or ingest into a "
-            "knowledge base with a local index"
+            f"the vector index at {url} does not answer ({error_words(error, 200)}); start it or "
+            "ingest into a knowledge base with a local index"
         ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvweave.corpus.metadata import check_metadata, digest_text, parse_pairs
-from kvweave.errors import CorpusError, RequestError
+from kvweave.errors import CorpusError, RequestError, error_words
 
 LONGEST_TITLE = 1000  # characters; a chunk shows the first few dozen words of it
 PARSERS_VERSION = 4  # raise it when a parser would give something else for the same file
@@ -228,5 +228,4 @@ def reading(what: str) -> Iterator[None]:
     except (CorpusError, MemoryError):
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CorpusError(f"broken {what} ({reason[:120]})") from error
+        raise CorpusError(f"broken {what} ({error_words(error, 120)})") from error

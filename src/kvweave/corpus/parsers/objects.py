@@ -25,7 +25,7 @@ from kvweave.corpus.parsers.base import (
     raw_field,
     row_metadata,
 )
-from kvweave.errors import CorpusError
+from kvweave.errors import CorpusError, error_words
 
 MOST_VALUES = 1_000_000  # of one file: aliases of YAML can make a small file huge
 MOST_DEPTH = 200
@@ -58,8 +58,7 @@ def _yaml(text: str) -> list[Any]:
     try:
         return list(yaml.safe_load_all(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise CorpusError(f"not valid YAML ({reason[:200]})") from error
+        raise CorpusError(f"not valid YAML ({error_words(error, 200)})") from error
 
 
 def _has_text(value: object) -> bool:

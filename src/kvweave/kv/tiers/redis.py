@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from kvweave.errors import ConfigError, TierCorrupt, TierError
+from kvweave.errors import ConfigError, TierCorrupt, TierError, error_words
 from kvweave.kv.format.header import HEAD_BYTES, Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key
 from kvweave.kv.tiers.base import PreludeReader, StoredObject, among
@@ -140,10 +140,9 @@ class RedisTier:
         try:
             return call()
         except (self._error, OSError) as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
             raise TierError(
-                f"redis does not answer as it should: {reason}; check the server, the url and "
-                f"the timeout ({self._cfg.timeout_s:g} s)"
+                f"redis does not answer as it should: {error_words(error)}; check the server, the "
+                f"url and the timeout ({self._cfg.timeout_s:g} s)"
             ) from error
 
 

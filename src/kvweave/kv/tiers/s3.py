@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from kvweave.errors import ConfigError, TierCorrupt, TierError
+from kvweave.errors import ConfigError, TierCorrupt, TierError, error_words
 from kvweave.kv.format.header import Buffer
 from kvweave.kv.format.keys import ChunkKey, ChunkTag, parse_key, tag_of
 from kvweave.kv.tiers.base import PreludeReader, StoredObject
@@ -59,7 +59,7 @@ class S3Tier:
             )
         except (ValueError, self._boto_error) as error:
             raise ConfigError(
-                f"s3 bucket {cfg.bucket!r} cannot be used: {_one_line(error)}; "
+                f"s3 bucket {cfg.bucket!r} cannot be used: {error_words(error)}; "
                 "check the endpoint (http://HOST:PORT) and the region"
             ) from error
 
@@ -165,7 +165,7 @@ class S3Tier:
                 out[done : done + len(piece)] = piece
                 done += len(piece)
         except (self._boto_error, OSError) as error:
-            raise TierError(f"s3 broke off: {_one_line(error)}") from error
+            raise TierError(f"s3 broke off: {error_words(error)}") from error
         finally:
             body.close()
         if done != len(out):
@@ -176,10 +176,6 @@ class S3Tier:
             return call()
         except (self._client_error, self._boto_error, OSError) as error:
             raise TierError(
-                f"s3 bucket {self._cfg.bucket!r} does not answer as it should: {_one_line(error)}; "
-                "check the endpoint, the bucket, the credentials"
+                f"s3 bucket {self._cfg.bucket!r} does not answer as it should: "
+                f"{error_words(error)}; check the endpoint, the bucket, the credentials"
             ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

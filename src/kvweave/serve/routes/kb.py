@@ -212,13 +212,4 @@ def _chunk(libraries: Libraries, tenant: str, name: str, chunk_id: str) -> Chunk
 def _hottest(libraries: Libraries, tenant: str, name: str, limit: int) -> HotChunkList:
     with libraries.browse(tenant, name) as browser:
         lines = browser.hottest(limit)
-        holders = browser.holders([line.chunk.id for line in lines])
-    return HotChunkList(
-        data=[
-            HotChunkOut(
-                **ChunkLineOut.model_validate(line).model_dump(), document=holders[line.chunk.id]
-            )
-            for line in lines
-            if line.chunk.id in holders
-        ]
-    )
+    return HotChunkList(data=[HotChunkOut.model_validate(line) for line in lines])

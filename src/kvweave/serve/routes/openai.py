@@ -33,37 +33,21 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def answering_routes(context: Context) -> tuple[LaneRoute, LaneRoute]:
     """The routes of chats and of plain completions."""
-    answers, limits, names = context.answers, context.limits, context.models
+    names = context.models
 
     async def chat_completions(body: ChatRequest, request: Request) -> object:
         tenant, asked = tenant_of(request.scope), names.read(body.model)
         body = over_kb(body, asked)
         starts = read_chat(body, context, tenant)
         form = ChatFormat(asked, body, partial(context.kept.add, tenant))
-        return await reply(
-            request,
-            answers,
-            starts,
-            form,
-            stream=body.stream,
-            within_s=limits.request_s,
-            on_failure=context.trial.judge,
-        )
+        return await reply(request, context, starts, form, stream=body.stream)
 
     async def completions(body: CompletionRequest, request: Request) -> object:
         asked = names.read_plain(body.model)
         body = body.model_copy(update={"model": asked.model})
         starts = read_completion(body, context, tenant_of(request.scope))
         form = CompletionFormat(asked.name, body)
-        return await reply(
-            request,
-            answers,
-            starts,
-            form,
-            stream=body.stream,
-            within_s=limits.request_s,
-            on_failure=context.trial.judge,
-        )
+        return await reply(request, context, starts, form, stream=body.stream)
 
     return (
         LaneRoute(CHAT, ChatRequest, chat_completions),

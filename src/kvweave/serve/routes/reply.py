@@ -13,9 +13,10 @@ from kvweave.app.weave import Answer, TokenLogprob, ToolCall
 from kvweave.serve.access.api_keys import tenant_of
 from kvweave.serve.access.disconnects import ClientGone, while_connected
 from kvweave.serve.access.errors import ApiError
+from kvweave.serve.routes.context import Context
 from kvweave.serve.wire.base import CompletionTokensDetails, PromptTokensDetails, Usage
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events
-from kvweave.serve.workers.answer_pool import AnswerJob, AnswerPool, Start
+from kvweave.serve.workers.answer_pool import AnswerJob, Start
 
 T = TypeVar("T")
 Event = dict[str, Any]  # one chunk of a streamed reply
@@ -79,18 +80,17 @@ class ReplyHead:
 
 async def reply(
     request: Request,
-    pool: AnswerPool,
+    context: Context,
     starts: Sequence[Start],
     form: ReplyFormat,
     *,
     stream: bool,
-    within_s: float,
-    on_failure: Callable[[Exception], Awaitable[None]],
 ) -> Response | BaseModel:
     """The reply to a request. What ends it early ends the work too: a client that leaves, a
-    failure, too long a time, a server that stops. `on_failure` is awaited before a client hears of
-    one: the request may be given to another process instead."""
-    jobs = pool.submit(starts, tenant_of(request.scope), piecewise=stream)
+    failure, too long a time, a server that stops. A failure is judged before a client hears of it:
+    the request may be given to another process instead."""
+    on_failure, within_s = context.trial.judge, context.limits.request_s
+    jobs = context.answers.submit(starts, tenant_of(request.scope), piecewise=stream)
     state = request.scope.setdefault("state", {})
     state["jobs"] = jobs  # for the line in the log
     form.head.resume(state.get("stream"))

@@ -23,8 +23,8 @@ from kvweave.app.libraries.libraries import (
 from kvweave.serve.access.api_keys import client_of, tenant_of
 from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.context import Context, Name
+from kvweave.serve.uploads.forms import Spool
 from kvweave.serve.uploads.jobs import IngestJob, JobBoard
-from kvweave.serve.uploads.spool import Spool
 from kvweave.serve.wire.kb import IngestOut, JobList, JobOut
 from kvweave.serve.wire.schema import KB_ERRORS, UPLOAD_BODY, or_events
 from kvweave.serve.wire.sse import HEARTBEAT_S, EventStream, as_events

@@ -1,20 +1,87 @@
 """The files of a multipart form, straight into a spool while the form arrives.
 
-All of them lie in one file, one behind the other: a form of many files costs one handle, and its
-size in memory is that of a piece of it.
+A spool is where an upload waits: on the disk, whatever its size, so that many who wait fill no
+memory. All files of a form lie in one, one behind the other: a form of many files costs one handle,
+and its size in memory is that of a piece of it.
 """
 
-# Not Starlette's `request.form()`, which was tried (1.10): it takes a form that was cut off for a
-# whole one with fewer files, and keeps files of up to 1 MiB in memory, the others in a handle each,
-# which for 64 files and 68 uploads that wait is 4 GiB or 4,352 handles.
-
+import asyncio
+import errno
+import logging
+import os
+import tempfile
 from dataclasses import dataclass
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from kvweave.serve.access.errors import ApiError
-from kvweave.serve.uploads.spool import Spool
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 20  # gathered in memory between two writes
+
+
+class Spool:
+    """One temporary file without a name: it is gone when it is closed, and with the process however
+    that ends. Written for the event loop, then read by one thread, then closed by any.
+
+    It lies in the system's folder for such files (`TMPDIR` names another).
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._gathered = bytearray()
+        try:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # `close` does it
+        except OSError as error:
+            raise _no_room(error) from error
+
+    async def append(self, data: bytes) -> None:
+        """Keep `data` behind what is there. Raises a 507 where the disk has no room."""
+        self.size_bytes += len(data)
+        self._gathered += data
+        if len(self._gathered) >= PIECE_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """All of it is in the file when this returns."""
+        gathered, self._gathered = self._gathered, bytearray()
+        if not gathered:
+            return
+        try:
+            await asyncio.to_thread(self._write, gathered)
+        except OSError as error:
+            raise _no_room(error) from error
+
+    def read(self, start: int, end: int) -> bytes:
+        """Bytes [start, end) of what was flushed. Any thread."""
+        data = bytearray()
+        while len(data) < end - start:
+            piece = os.pread(self._file.fileno(), end - start - len(data), start + len(data))
+            assert piece, "only what was written is read"
+            data += piece
+        return bytes(data)
+
+    def close(self) -> None:
+        """Harmless the second time."""
+        self._file.close()
+
+    def _write(self, data: bytearray) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
+
+
+def _no_room(error: OSError) -> ApiError:
+    log.error("an upload cannot be kept in %s: %s", tempfile.gettempdir(), error)
+    return ApiError(
+        507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503,
+        f"the server cannot keep an upload ({error.strerror}); its administrator can free some "
+        "room or set TMPDIR",
+        headers={"Retry-After": "30"},
+    )
+
 
 LONGEST_HEADERS = 16 << 10  # bytes of one part
 WANTS = "send a form with files, or JSON with text and title"
@@ -29,6 +96,9 @@ class FormFile:
     end: int
 
 
+# Not Starlette's `request.form()`, which was tried (1.10): it takes a form that was cut off for a
+# whole one with fewer files, and keeps files of up to 1 MiB in memory, the others in a handle each,
+# which for 64 files and 68 uploads that wait is 4 GiB or 4,352 handles.
 class FormFiles:
     """Feed it a form piece by piece, then `finish`. Raises ApiError as soon as one is no upload."""
 

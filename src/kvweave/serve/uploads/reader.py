@@ -19,8 +19,7 @@ from kvweave.errors import CorpusError
 from kvweave.serve.access.api_keys import tenant_of
 from kvweave.serve.access.errors import ApiError, describe
 from kvweave.serve.access.limits import Limits
-from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles
-from kvweave.serve.uploads.spool import Spool
+from kvweave.serve.uploads.forms import WANTS, FormFile, FormFiles, Spool
 from kvweave.serve.wire.kb import TextIn
 
 LONGEST_REST = 256 << 10  # bytes

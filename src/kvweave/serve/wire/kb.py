@@ -169,15 +169,15 @@ class DocumentDetail(Outgoing):
     pieces: list[ChunkLineOut]  # in order
 
 
-class HotChunkOut(Outgoing):
+class HotChunkOut(Outgoing):  # made of a HotChunk
     """A chunk that was in prompts; the other fields as a document has them."""
 
-    id: str
+    id: Annotated[str, attribute("chunk", "id")]
     document: str  # id of one that holds it
-    index: int
-    heading: str
-    summary: str
-    tokens: int
+    index: Annotated[int, attribute("place")]
+    heading: Annotated[Title, attribute("chunk")]
+    summary: Annotated[Summary, attribute("chunk", "text")]
+    tokens: Annotated[Length, attribute("chunk", "token_ids")]
     asked: int
 
 

@@ -177,25 +177,16 @@ class AnswerPool:
 
     def _begin(self) -> None:
         """Give threads to those whose turn it is. Any thread."""
-        while True:
-            with self._lock:
-                begins = self._turns.next()
-            if begins is None:
-                return
-            tenant, job = begins
-            try:
-                self._workers.submit(self._work, tenant, job)
-            except RuntimeError:  # closed meanwhile
-                job.abandon()
-                with self._lock:
-                    self._turns.done(tenant)
+        self._turns.begin(
+            self._lock, lambda job: self._workers.submit(self._work, job), AnswerJob.abandon
+        )
 
-    def _work(self, tenant: str, job: AnswerJob) -> None:
+    def _work(self, job: AnswerJob) -> None:
         try:
             job.run()
         finally:
             with self._lock:
-                self._turns.done(tenant)
+                self._turns.done(job.tenant)
             self._begin()
 
     def counts(self) -> PoolCounts:

@@ -5,7 +5,9 @@ one that waited longer. When all places are taken, a tenant of which nothing run
 it costs a place more for every tenant at most, and a tenant's first job never waits for another's.
 """
 
+import threading
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,10 +25,6 @@ class FairTurns(Generic[T]):
     def num_running(self) -> int:
         return self._running.total()
 
-    @property
-    def num_waiting(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
     def put(self, tenant: str, job: T) -> None:
         self._waiting.setdefault(tenant, deque()).append(job)
 
@@ -43,6 +41,24 @@ class FairTurns(Generic[T]):
             self._waiting[tenant] = jobs  # behind the others
         self._running[tenant] += 1
         return tenant, job
+
+    def begin(
+        self, lock: threading.Lock, submit: Callable[[T], object], refuse: Callable[[T], object]
+    ) -> None:
+        """Submit all whose turn it is, and refuse those for which no thread is left: the pool was
+        closed. `lock` is the one that guards these turns, and not held."""
+        while True:
+            with lock:
+                begins = self.next()
+            if begins is None:
+                return
+            tenant, job = begins
+            try:
+                submit(job)
+            except RuntimeError:  # closed meanwhile
+                refuse(job)
+                with lock:
+                    self.done(tenant)
 
     def drop(self, tenant: str, job: T) -> None:
         """It is not to begin any more. Nothing to one that has."""

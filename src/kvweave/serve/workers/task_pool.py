@@ -120,11 +120,6 @@ class TaskPool:
         if self._stopped.is_set():
             raise EngineClosed("the server stopped before all of it was done; send it again")
 
-    @property
-    def num_admitted(self) -> int:
-        with self._lock:
-            return self._num_admitted
-
     async def close(self) -> None:
         """Drop what has not begun and wait for what has, which ends where it can."""
         self.stop()
@@ -150,18 +145,11 @@ class TaskPool:
 
     def _begin(self) -> None:
         """Give threads to the tasks whose turn it is. Any thread."""
-        while True:
-            with self._lock:
-                begins = self._ready.next()
-            if begins is None:
-                return
-            client, task = begins
-            try:
-                self._threads.submit(self._work, task)
-            except RuntimeError:  # closed meanwhile
-                task.future.cancel()
-                with self._lock:
-                    self._ready.done(client)
+        self._ready.begin(
+            self._lock,
+            lambda task: self._threads.submit(self._work, task),
+            lambda task: task.future.cancel(),
+        )
 
     def _work(self, task: _Task) -> None:
         try:
