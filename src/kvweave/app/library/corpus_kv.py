@@ -34,7 +34,9 @@ BATCH = 256  # chunks looked at together
 RATE_OF = 32  # chunks that the time left is estimated from
 RETRY_S = 15.0  # until one of those that no tier took is tried again; twice as long each time
 LONGEST_RETRY_S = 600.0
-FRONT_SHARE = 0.25  # of the bytes of the chunks' own KV that front copies made ahead may bring
+# Of the bytes of the chunks' own KV: until copies take so much, some are made ahead. Of 126 chunks,
+# asked about in orders never seen, a third finds as many first chunks as all found would (29 of 36)
+FRONT_SHARE = 1 / 3
 
 
 class CorpusKV:
