@@ -1,9 +1,9 @@
 """The knowledge bases of bench/product.py: which passages, and their folder, made once.
 
 Chunk KV is made by `kvweave ingest --kv` with its defaults, which is what an upload over HTTP does
-too; then a server with default settings has it until nothing is left to be made in idle time (front
-copies). The folder is kept by the hash of its passages; ingest looks at it again in every run, so
-that KV which another version of kvweave made is made anew. Each server gets a copy of its own.
+too. A server makes front copies of what its questions bring, so there is none to begin with. The
+folder is kept by the hash of its passages; ingest looks at it again in every run, so that KV which
+another version of kvweave made is made anew. Each server gets a copy of its own.
 """
 
 import hashlib
@@ -11,15 +11,13 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.files import read_jsonl
-from product_parts.servers import default_env, start_kvweave
+from product_parts.servers import default_env
 
-IDLE_S = 30.0  # without anything new: a server has made in idle time what it makes
 Record = dict[str, str]  # id, title, text
 
 
@@ -127,32 +125,7 @@ def prepare(
     done = subprocess.run(command, env=default_env(home_folder), check=False)
     if done.returncode:
         raise SystemExit(f"kvweave ingest of {name} ended with {done.returncode}")
-    _let_idle(name, model, place, home_folder)
     return folder
-
-
-def _let_idle(name: str, model: str, place: Path, home_folder: Path) -> None:
-    """Let a server have the knowledge base in `place` until its front copies are made."""
-    began_s = moved_s = time.monotonic()
-    server = start_kvweave(f"idle-{name}", model, place, home_folder)
-    try:
-        last: dict[str, Any] = {}
-        while True:
-            told = server.http.get("/v1/kb/kb").raise_for_status().json()["kv"]
-            if told["state"] not in ("making", "ready"):
-                break
-            if told["state"] == "ready" and told["chunks_in_front"] >= told["chunks_done"]:
-                break
-            now_s = time.monotonic()
-            moved_s = moved_s if told == last else now_s
-            if now_s - moved_s > IDLE_S:  # there is no room for more
-                break
-            last = told
-            time.sleep(0.5)
-    finally:
-        server.close()
-    took_s = time.monotonic() - began_s
-    print(f"{name}: {told['chunks_in_front']} front copies, idle for {took_s:.0f} s", flush=True)
 
 
 def copy_of(folder: Path, root: Path, name: str) -> None:

@@ -9,6 +9,7 @@ from click.testing import CliRunner, Result
 
 from kvweave.app.weave import Weave
 from kvweave.cli import cli
+from kvweave.cli.docs import show_server_kb
 from worlds.serving import KbServer, make_libraries, make_weave, serving
 
 GREEDY = ("--max-tokens", "4", "--temperature", "0")
@@ -67,6 +68,13 @@ def test_documents_come_are_listed_found_and_go(notes: KbServer) -> None:
     assert "removed 1 documents" in kvweave(notes, "docs", "rm", "b:zorb.md", *kb).stdout
     assert "removed 'notes' and 1 documents" in kvweave(notes, "kb", "rm", "--yes", *kb).stdout
     assert as_json(notes, "kb", "ls")["kbs"] == []
+
+
+def test_what_a_server_has_on_its_disk_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    kv = {"state": "making", "chunks_done": 2, "chunks_total": 3, "chunks_in_front": 1}
+    told = {"documents": 1, "chunks": 3, "tokens": 30, "problem": None}
+    show_server_kb({**told, "kv": {**kv, "bytes": 27_900_000}}, as_json=False)
+    assert "making, 28 MB, 1 also for the first place" in capsys.readouterr().out
 
 
 def test_files_that_a_server_refuses_look_like_no_success(server: KbServer, tmp_path: Path) -> None:

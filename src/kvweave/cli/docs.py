@@ -17,7 +17,7 @@ from kvweave.cli.options import (
     url_option,
 )
 from kvweave.cli.remote import find_document
-from kvweave.cli.tables import make_table, progress_text, table_console
+from kvweave.cli.tables import make_table, progress_text, size_text, table_console
 from kvweave.clients.server import Reply, ServerClient
 from kvweave.config import EffectiveConfig
 from kvweave.corpus.catalogue import DocumentInfo, Totals
@@ -246,7 +246,9 @@ def show_server_kb(found: Reply, as_json: bool) -> None:
     )
     in_front = kv.get("chunks_in_front", 0)  # an older server does not say
     fronts = f", {in_front:,} also for the first place in a prompt" if in_front else ""
-    click.echo(f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks: {kv['state']}{fronts}")
+    size = f", {size_text(kv['bytes'])}" if kv["bytes"] else ""
+    done = f"KV {kv['chunks_done']:,} of {kv['chunks_total']:,} chunks"
+    click.echo(f"{done}: {kv['state']}{size}{fronts}")
     if found["problem"] is not None:
         click.echo(f"it cannot be used: {found['problem']}", err=True)
 

@@ -1,4 +1,4 @@
-"""Front copies: every chunk can stand first without being computed, as far as there is room."""
+"""Front copies: chunks that come first, or are likely to, stand there without being computed."""
 
 import threading
 import time
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvweave import Weave
+from kvweave.app.library.corpus_kv import FRONT_SHARE
 from kvweave.app.library.front_kv import MOST_LOST, FrontKV
 from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library import Library
@@ -26,6 +27,7 @@ from worlds.made_kv import TEXTS, Model, chunks_of, model, opened
 from worlds.tiny_corpus import make_text
 
 GREEDY = Sampling(max_tokens=4)
+MORE = [(f"More {i}", make_text(24, seed=20 + i)) for i in range(6)]
 __all__ = ["model"]
 
 
@@ -50,21 +52,71 @@ def comes_true(holds: Callable[[], bool], within_s: float = 30.0) -> bool:
     return holds()
 
 
-def test_every_chunk_gets_one_and_the_first_question_finds_its_first_chunk_exact(
+def find(weave: Weave, *titles: str, times: int = 1) -> None:
+    """Have questions find these chunks, all of them each time."""
+    chunks = chunks_of(weave.library)
+    for _ in range(times):
+        weave.library.maker.note_question([chunks[title].id for title in titles])
+
+
+def test_a_chunk_that_questions_found_gets_one_and_stands_first_exact(
     tmp_path: Path, model: Model
 ) -> None:
     with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         exact = weave.ask("How do I drain a node?", k=1, reuse="full", sampling=GREEDY)
+        (hit,) = weave.search("How do I drain a node?", 1)
+        find(weave, hit.chunk.title)
         weave.library.start()
         assert weave.library.maker.wait(60)
-        assert in_front(weave.library) == {title for title, _ in TEXTS}
-        assert num_in_front(weave) == len(TEXTS)
+        assert in_front(weave.library) == {hit.chunk.title}
         asked = weave.ask("How do I drain a node?", k=1, reuse="reuse", sampling=GREEDY)
         assert asked.explain is not None
         (front,) = asked.explain.chunks
         assert (front.state, front.recomputed) == ("reused", 0)
         assert asked.text == exact.text
+
+
+def test_a_base_that_was_never_asked_is_computed_once_and_has_none(
+    tmp_path: Path, model: Model
+) -> None:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
+        weave.ingest(*TEXTS)
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert weave.library.store.metrics.value("kv_chunks_encoded_total") == len(TEXTS)
+        assert in_front(weave.library) == set()
+
+
+def test_those_made_ahead_take_a_bounded_share(tmp_path: Path, model: Model) -> None:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
+        weave.ingest(*TEXTS, *MORE)
+        find(weave, *chunks_of(weave.library))
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        encoder = weave.library.encoder
+        sizes = {
+            title: encoder.plain_bytes(len(chunk.token_ids))
+            for title, chunk in chunks_of(weave.library).items()
+        }
+        most = FRONT_SHARE * sum(sizes.values())
+        taken = sum(sizes[title] for title in in_front(weave.library))
+        assert most - max(sizes.values()) < taken <= most
+
+
+def test_bytes_are_those_of_the_files_front_copies_too(tmp_path: Path, model: Model) -> None:
+    with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
+        weave.ingest(*TEXTS)
+        find(weave, "Note 2")
+        weave.library.start()
+        assert weave.library.maker.wait(60)
+        assert weave.library.store.flush()
+        progress = weave.kv_progress()
+        assert progress is not None
+        assert progress.chunks_in_front == 1
+        files = [path.stat() for path in (tmp_path / "kb/kv").rglob("*.kv")]
+        assert len(files) == len(TEXTS) + 1
+        assert progress.num_bytes == sum(file.st_size for file in files)
 
 
 def test_a_chunk_that_stood_in_front_is_copied_from_the_prompt_and_not_computed(
@@ -108,6 +160,7 @@ def test_most_asked_first_and_only_once_all_chunks_have_kv(
 ) -> None:
     with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
+        weave.ingest(*MORE)
         library, chunks = weave.library, chunks_of(weave.library)
         made: list[str] = []
         encode = library.encoder.encode_isolated
@@ -121,12 +174,10 @@ def test_most_asked_first_and_only_once_all_chunks_have_kv(
 
         monkeypatch.setattr(library.encoder, "encode_isolated", watched)
         for title, times in (("Note 1", 1), ("Note 3", 3), ("Note 2", 2)):
-            for _ in range(times):
-                library.maker.note_question([chunks[title].id])
+            find(weave, title, times=times)
         library.start()
         assert library.maker.wait(60)
-        assert made[:3] == ["Note 3", "Note 2", "Note 1"]
-        assert sorted(made) == sorted(chunks), "each once"
+        assert made == ["Note 3", "Note 2", "Note 1"], "each once"
 
 
 @pytest.mark.parametrize("bound", ["the tier's", "its own"])
@@ -135,21 +186,20 @@ def test_they_leave_room_for_as_much_again_and_then_give_way(
 ) -> None:
     folder = tmp_path / "kb"
     with opened(folder, model, BackgroundKV()) as weave:
-        weave.ingest(*TEXTS[:3])
+        weave.ingest(*TEXTS[:4])
         lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
         size = max(map(weave.library.encoder.plain_bytes, lengths))
-    room = 8 * size - size // 2  # three, as much again, one front copy; six of their own later
+    room = 10 * size - size // 2  # four, as much again, one front copy; nine of their own later
     options = BackgroundKV() if bound == "the tier's" else BackgroundKV(room)
     disk_bytes = room if bound == "the tier's" else 1 << 30
     with opened(folder, model, options, disk_bytes=disk_bytes) as weave:
         library = weave.library
+        find(weave, *chunks_of(library))
         library.start()
         assert library.maker.wait(60)
         assert num_in_front(weave) == len(in_front(library)) == 1
-        weave.ingest(*TEXTS[3:])
-        more = [(f"More {i}", make_text(24, seed=20 + i)) for i in range(1)]
-        weave.ingest(*more)
-        assert comes_true(lambda: weave.kv_progress()[1] == 7)  # type: ignore[index]
+        weave.ingest(*TEXTS[4:], *MORE[:3])
+        assert comes_true(lambda: weave.kv_progress()[1] == 9)  # type: ignore[index]
         assert library.maker.wait(60)
         progress = weave.kv_progress()
         assert progress is not None
@@ -175,16 +225,15 @@ def test_what_is_deleted_while_its_copy_is_in_the_making_leaves_none(
             encode(some, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(library.encoder, "encode_isolated", removing)
+        find(weave, "Note 5")
         library.start()
-        assert comes_true(lambda: num_in_front(weave) == len(TEXTS) - 1)
+        assert comes_true(lambda: not library.kb.catalogue.existing([newest.id]))
         assert library.maker.wait(60)
         assert library.store.flush()
         assert not library.store.keys_at_hand(lambda of: of.chunk == newest.id)
 
 
-def test_while_answers_are_made_only_what_questions_found_gets_one(
-    tmp_path: Path, model: Model
-) -> None:
+def test_while_answers_are_made_what_questions_found_gets_one(tmp_path: Path, model: Model) -> None:
     with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
         library, answers = weave.library, weave.runtime.client.answers
@@ -199,9 +248,7 @@ def test_while_answers_are_made_only_what_questions_found_gets_one(
         try:
             library.start()
             assert comes_true(lambda: weave.kv_progress()[1] == len(TEXTS))  # type: ignore[index]
-            time.sleep(0.3)
-            assert num_in_front(weave) == 0
-            library.maker.note_question([chunks_of(library)["Note 2"].id])
+            find(weave, "Note 2")
             assert comes_true(lambda: num_in_front(weave) == 1)
             assert in_front(library) == {"Note 2"}
             weave.ingest(("Late", make_text(24, seed=9)))  # goes on with its share of the time
@@ -209,12 +256,12 @@ def test_while_answers_are_made_only_what_questions_found_gets_one(
         finally:
             ended.set()
             beside.join()
-        assert comes_true(lambda: num_in_front(weave) == len(TEXTS) + 1)
 
 
 def test_isolated_kv_needs_none(tmp_path: Path, model: Model) -> None:
     with opened(tmp_path / "kb", model, BackgroundKV(), encoding="isolated") as weave:
         weave.ingest(*TEXTS)
+        find(weave, "Note 2")
         weave.library.start()
         assert weave.library.maker.wait(60)
         assert num_in_front(weave) == 0
@@ -245,6 +292,7 @@ def test_one_that_is_half_made_when_answers_come_holds_nothing_up(
             encode(some, *args)  # type: ignore[arg-type]
 
         monkeypatch.setattr(library.encoder, "encode_isolated", begin_then_be_busy)
+        find(weave, "Note 2")
         library.start()
         try:
             assert begun.wait(30)
@@ -258,19 +306,20 @@ def test_one_that_is_half_made_when_answers_come_holds_nothing_up(
 def test_one_that_a_request_wanted_gives_way_too(tmp_path: Path, model: Model) -> None:
     folder = tmp_path / "kb"
     with opened(folder, model, BackgroundKV()) as weave:
-        weave.ingest(*TEXTS[:3])
+        weave.ingest(*TEXTS[:4])
         lengths = [len(c.token_ids) for c in chunks_of(weave.library).values()]
         size = max(map(weave.library.encoder.plain_bytes, lengths))
-    with opened(folder, model, BackgroundKV(), disk_bytes=5 * size - size // 2) as weave:
+    with opened(folder, model, BackgroundKV(), disk_bytes=9 * size - size // 2) as weave:
         library = weave.library
+        find(weave, *chunks_of(library))
         library.start()
         assert library.maker.wait(60)
-        assert num_in_front(weave) == 0, "three more would not fit"
+        assert num_in_front(weave) == 0, "four more would not fit behind it"
         first = chunks_of(library)["Note 0"]
         library.maker.want(WantedKV(library.encoder, first, None, True))
         assert comes_true(lambda: num_in_front(weave) == 1)
-        weave.ingest(TEXTS[3])
-        assert comes_true(lambda: weave.kv_progress()[1] == 4)  # type: ignore[index]
+        weave.ingest(*TEXTS[4:], *MORE[:2])
+        assert comes_true(lambda: weave.kv_progress()[1] == 8)  # type: ignore[index]
         assert num_in_front(weave) == 0
 
 
@@ -280,6 +329,7 @@ def test_a_tier_that_others_share_gets_none(
     monkeypatch.setattr(DiskTier, "remote", True)
     with opened(tmp_path / "kb", model, BackgroundKV()) as weave:
         weave.ingest(*TEXTS)
+        find(weave, "Note 2")
         weave.library.start()
         assert weave.library.maker.wait(60)
         assert weave.library.store.metrics.value("kv_chunks_encoded_total") == len(TEXTS)
@@ -323,7 +373,8 @@ def fronts_of(num_chunks: int) -> tuple[Any, Any, list[Chunk]]:
     chunks = [Chunk(ChunkId(f"c{i}"), f"t{i}", "", (i,)) for i in range(num_chunks)]
     known = {chunk.id: chunk for chunk in chunks}
     catalogue = SimpleNamespace(chunks=lambda ids: {i: known[i] for i in ids if i in known})
-    fronts: Any = FrontKV(SimpleNamespace(catalogue=catalogue), encoder, lambda: None)  # type: ignore[arg-type]
+    kb: Any = SimpleNamespace(catalogue=catalogue)
+    fronts: Any = FrontKV(kb, encoder, lambda: 1000)  # type: ignore[arg-type]
     fronts.add(chunks)
     return fronts, encoder, chunks
 
@@ -331,7 +382,7 @@ def fronts_of(num_chunks: int) -> tuple[Any, Any, list[Chunk]]:
 def test_the_most_asked_give_way_last_and_none_does_in_vain() -> None:
     fronts, encoder, _ = fronts_of(3)
     made = []
-    while (chunk := fronts.next([ChunkId("c1")])) is not None:
+    while (chunk := fronts.next([ChunkId(name) for name in ("c1", "c0", "c2")])) is not None:
         encoder.store.has.add(encoder.exact_key(chunk.token_ids))
         fronts.done(chunk)
         made.append(chunk.id)
@@ -355,10 +406,11 @@ def test_kv_that_became_isolated_is_no_front_copy() -> None:
 
 
 def test_where_no_tier_keeps_them_it_stops() -> None:
-    fronts, _, _ = fronts_of(8)
+    fronts, _, chunks = fronts_of(8)
+    found = [chunk.id for chunk in chunks]
     made = 0
-    while (chunk := fronts.next([])) is not None:
+    while (chunk := fronts.next(found)) is not None:
         fronts.done(chunk)
         made += 1
     assert made == MOST_LOST
-    assert fronts.nothing_left()
+    assert fronts.nothing_left(found)

@@ -43,11 +43,11 @@ def test_where_host_memory_is_small_what_was_asked_most_comes_to_it(
         make_all(weave)
         library = weave.library
         chunk = chunks_of(library)["Note 3"]
-        size = sum(library.store.copies([library.encoder.key(chunk.token_ids)]).values())
+        copies = library.store.copies([library.encoder.key(chunk.token_ids)])
         for title, times in (("Note 3", 3), ("Note 5", 2)):
             for _ in range(times):
                 library.maker.note_question([chunks_of(library)[title].id])
-    room = 2 * size  # for a chunk and its front copy, twice at most
+    room = 2 * copies["disk"]  # for a chunk and its front copy, or for two chunks
     with opened(tmp_path / "kb", model, BackgroundKV(), host_bytes=room) as weave:
         make_all(weave)
         assert tier_of(weave, "Note 3") == "host"

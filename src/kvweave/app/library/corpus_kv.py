@@ -34,6 +34,9 @@ BATCH = 256  # chunks looked at together
 RATE_OF = 32  # chunks that the time left is estimated from
 RETRY_S = 15.0  # until one of those that no tier took is tried again; twice as long each time
 LONGEST_RETRY_S = 600.0
+# Of the bytes of the chunks' own KV: until copies take so much, some are made ahead. Of 126 chunks,
+# asked about in orders never seen, a third finds as many first chunks as all found would (29 of 36)
+FRONT_SHARE = 1 / 3
 
 
 class CorpusKV:
@@ -76,9 +79,11 @@ class CorpusKV:
 
     def progress(self) -> KVProgress:
         total = self._kb.catalogue.num_chunks()  # some may have come since the last look
+        local = list(self._kv.store.used_bytes().values())  # fastest first: the disk is the last
+        num_bytes = local[-1] if local else 0
         with self._lock:
             done, missing = len(self._sizes), len(self._missing)
-            num_bytes, total = sum(self._sizes.values()), max(total, done)
+            total = max(total, done)
             state: KVState = "making"
             if self._is_unused:
                 state = "unused"
@@ -259,16 +264,17 @@ class CorpusKV:
         with self._lock:
             return self._most_bytes - sum(self._sizes.values()) - self.fronts.num_bytes()
 
-    def _front_room(self) -> int | None:
-        """What front copies may still take: as much room as the chunks' own KV takes is left for
-        more of that. None in a tier that others share: theirs would be made, and give way, by
-        everybody."""
+    def _front_room(self) -> int:
+        """What front copies that are made ahead may still take: all copies together FRONT_SHARE of
+        the chunks' own KV, and as much room as that takes is left for more of it. None in a tier
+        that others share: theirs would be made, and give way, by everybody."""
         if any(slot.tier.remote for slot in self._kv.store.inventory.slots):
             return 0
         with self._lock:
-            kept_free = sum(self._sizes.values())
+            own = sum(self._sizes.values())
         rooms = [self._kv.store.room_bytes(), self._own_room()]
-        return min((room - kept_free for room in rooms if room is not None), default=None)
+        left = int(FRONT_SHARE * own) - self.fronts.num_bytes()
+        return min([left, *(room - own for room in rooms if room is not None)])
 
     def has_chunk(self, chunk_id: ChunkId) -> bool:
         """Whether a chunk was there at the last look."""

@@ -1,14 +1,15 @@
 """Front copies: KV of chunks computed right behind the preamble, made before it is asked for.
 
 A chunk that stands first in a prompt is exact there with its isolated KV, and needs no row
-recomputed. Which chunk a question will find first is not known before, so every chunk of a
-knowledge base gets such a copy once all have KV: those that questions found, most often first, and
-in idle time the others. A copy that is not there yet costs no answer its exactness: the chunk is
-computed with the prompt (`kv_behind.py` has it kept then).
+recomputed. A chunk that stood first was computed so, and its copy is taken from that prompt
+(`kv_behind.py` has it kept). Here copies are made of chunks that are likely to be next: those that
+questions found, most often first, once all chunks have KV. What was never found gets none, and the
+copies take a bounded share of what the chunks' own KV takes. A copy that is not there costs no
+answer its exactness: the chunk is computed with the prompt.
 
-They are a second copy of everything, so they leave as much room as the first ones take, and when a
-knowledge base has grown into that room they give way, the last made first: those are asked for
-least. A tier that others share gets none.
+Copies leave as much room as the chunks' own KV takes, and when a knowledge base has grown into that
+room they give way, the last made first: those are asked for least. A tier that others share gets
+none ahead.
 """
 
 import threading
@@ -34,16 +35,15 @@ class FrontKV:
     maker's."""
 
     def __init__(
-        self, kb: KnowledgeBase, encoder: ChunkEncoder, room_bytes: Callable[[], int | None]
+        self, kb: KnowledgeBase, encoder: ChunkEncoder, room_bytes: Callable[[], int]
     ) -> None:
-        """`room_bytes`: how many bytes front copies may still take; None: any number."""
+        """`room_bytes`: how many bytes copies that are made ahead may still take."""
         self._kb = kb
         self._encoder = encoder
         self._room_bytes = room_bytes
         self._lock = threading.Lock()  # guards the rest
         self._copies: dict[ChunkId, FrontCopy] = {}  # that are there
-        self._missing: dict[ChunkId, int] = {}  # tokens of chunks without one, oldest first
-        self._is_full = False
+        self._missing: dict[ChunkId, int] = {}  # tokens of chunks without one
         self._num_lost = 0  # in a row
 
     # ---- any thread
@@ -57,10 +57,9 @@ class FrontKV:
         with self._lock:
             return sum(copy.size_bytes for copy in self._copies.values())
 
-    def nothing_left(self) -> bool:
-        """Whether no copy is to be made now, by the last look."""
-        with self._lock:
-            return self._is_full or not self._missing or self._num_lost >= MOST_LOST
+    def nothing_left(self, found: Sequence[ChunkId]) -> bool:
+        """Whether no copy is to be made now. `found` as in `next`."""
+        return self._choose(found) is None
 
     # ---- the maker's thread
 
@@ -77,35 +76,22 @@ class FrontKV:
                 named.append((chunk, key))
         peeks = encoder.store.peek([key for _, key in named])
         with self._lock:
-            self._is_full, self._num_lost = False, 0
+            self._num_lost = 0
             for (chunk, key), peek in zip(named, peeks, strict=True):
                 if peek.residency is Residency.ABSENT:
                     self._missing[chunk.id] = len(chunk.token_ids)
                 else:
                     self._note(chunk, key, peek.size_bytes)
 
-    def next(self, asked: Sequence[ChunkId], *, asked_only: bool = False) -> Chunk | None:
+    def next(self, found: Sequence[ChunkId]) -> Chunk | None:
         """The chunk whose copy should be made next; None if there is none or no room for it.
-        `asked`: chunks that questions found, most often first; `asked_only`: one of these."""
-        while True:
-            with self._lock:
-                if self._num_lost >= MOST_LOST:
-                    return None
-                newest = None if asked_only else next(reversed(self._missing), None)
-                chunk_id = next((c for c in asked if c in self._missing), newest)
-                if chunk_id is None:
-                    return None
-                num_tokens = self._missing[chunk_id]
-            room = self._room_bytes()
-            is_full = room is not None and self._encoder.plain_bytes(num_tokens) > room
-            with self._lock:
-                self._is_full = is_full
-            if is_full:
-                return None
+        `found`: chunks that questions found, most often first."""
+        while (chunk_id := self._choose(found)) is not None:
             chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
             if chunk is not None:
                 return chunk
             self.forget(chunk_id)  # it went since the last look
+        return None
 
     def done(self, chunk: Chunk) -> None:
         """A copy was made, or could not be: then it is left until the knowledge base is opened
@@ -143,6 +129,16 @@ class FrontKV:
         with self._lock:
             self._missing = {c: n for c, n in self._missing.items() if c in alive}
             self._copies = {c: copy for c, copy in self._copies.items() if c in alive}
+
+    def _choose(self, found: Sequence[ChunkId]) -> ChunkId | None:
+        """The first of these without a copy, if there is room for it."""
+        with self._lock:
+            chunk_id = next((c for c in found if c in self._missing), None)
+            if chunk_id is None or self._num_lost >= MOST_LOST:
+                return None
+            num_tokens = self._missing[chunk_id]
+        fits = self._encoder.plain_bytes(num_tokens) <= self._room_bytes()
+        return chunk_id if fits else None
 
     def _note(self, chunk: Chunk, key: ChunkKey, size_bytes: int | None) -> None:
         """Lock is held. There is a copy."""

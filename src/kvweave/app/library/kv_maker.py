@@ -4,7 +4,7 @@ documents, wants stored.
     1  what requests brought again, and what stood in front for the first time   (`kv_behind.py`)
     2  at the start, in idle time: KV on a disk comes to host memory, most asked for first
     3  chunks of the knowledge base without KV, most asked for first             (`corpus_kv.py`)
-    4  front copies of the others: of those asked for, and in idle time of all    (`front_kv.py`)
+    4  front copies of chunks that questions found, a bounded share of them       (`front_kv.py`)
 
 What a prompt has just computed right behind the preamble is not computed again: it is copied from
 the knowledge tree. All else is one chunk at a time, a few layers at a time, when the engine may be
@@ -199,7 +199,9 @@ class KVMaker:
         corpus = self._corpus
         if not is_done or corpus is None:
             return is_done
-        return corpus.nothing_left() and (corpus.is_unused or corpus.fronts.nothing_left())
+        if not corpus.nothing_left():
+            return False
+        return corpus.is_unused or corpus.fronts.nothing_left(self._demand.ranked())
 
     def _work(self) -> None:
         corpus: CorpusKV | None = None  # as soon as it is prepared
@@ -372,10 +374,8 @@ class KVMaker:
         return is_free
 
     def _make_front(self, corpus: CorpusKV) -> bool:
-        """Make the front copy whose turn it is. False: there is none, or none that questions would
-        find, and answers are in the making."""
-        is_busy = not self._pace.is_quiet()
-        chunk = corpus.fronts.next(self._demand.ranked(), asked_only=is_busy)
+        """Make the front copy whose turn it is. False: there is none."""
+        chunk = corpus.fronts.next(self._demand.ranked())
         if chunk is None:
             return False
 

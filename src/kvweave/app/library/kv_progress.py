@@ -39,7 +39,7 @@ class KVProgress(NamedTuple):
     state: KVState
     chunks_done: int
     chunks_total: int
-    num_bytes: int  # that the KV of the done ones takes
+    num_bytes: int  # of all chunk KV there, front copies too: on the disk, where there is one
     eta_s: float | None = None  # until the rest is there; None: not known, or nothing is made
     why: str = ""
     chunks_in_front: int = 0  # that have a front copy as well, as far as somebody makes them
@@ -52,15 +52,16 @@ def progress_on_disk(kb: KnowledgeBase) -> KVProgress:
     tags = {make_tag(chunk_id) for chunk_id in kb.catalogue.chunk_ids()}
     total = len(tags)
     by_context: dict[ContextId, list[StoredObject]] = defaultdict(list)
+    num_bytes = 0
     own = kb.folder / FOLDER
     for folder in (own, *KVPlaces(own).disks()):
         if (folder / "objects").is_dir():
             for each in DiskTier(DiskTierConfig(folder), sweep=False).scan():
+                num_bytes += each.size_bytes
                 if tag_of(each.key) in tags:
                     by_context[context_of(each.key)].append(each)
     found = max(by_context.values(), key=len, default=[])
     done = len({tag_of(each.key) for each in found})
-    num_bytes = sum(each.size_bytes for each in found)
     if done >= total:
         return KVProgress("ready", done, total, num_bytes)
     last = sorted(each.written_s for each in found)[-RATE_OF:]

@@ -79,7 +79,8 @@ class KVOut(Outgoing):  # made of a KVProgress
     chunks_done: int
     chunks_total: int
     chunks_in_front: int  # that have a front copy as well
-    bytes: Annotated[int, attribute("num_bytes")]  # 0: not known, or none
+    # of all chunk KV, front copies too: on the disk, where there is one; 0: not known, or none
+    bytes: Annotated[int, attribute("num_bytes")]
     eta_s: Tenths | None  # until the rest is there; null: not known, or nothing is made
     hurried: bool  # it is made beside answers, with half of the time
     # what could be done about it
