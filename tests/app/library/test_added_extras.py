@@ -1,5 +1,7 @@
 """What a strategy wants beside stored chunk KV is made when a request first asks, then kept."""
 
+import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import make_text, open_kb
 from worlds.tiny_models import make_chat_model_folder
-from worlds.weaves import ingest_with_fronts, library_of
+from worlds.weaves import ingest_with_fronts, library_of, plain_weave
 
 TEXTS = [(f"Note {i}", make_text(40, seed=i)) for i in range(4)]
 QUESTION = "How do I drain a node and evict its pods?"
@@ -145,6 +147,20 @@ def test_extras_of_a_chunk_that_was_deleted_meanwhile_are_not_kept(
         ask(weave, "qcfuse")
         assert weave.library.store.flush()
         assert not any(len(budget) for budget in weave.library.store.inventory.budgets())
+
+
+def test_documents_that_come_with_a_question_get_theirs_once_their_kv_is_stored(
+    model: Model,
+) -> None:
+    weave = plain_weave(*model)
+    orders = permutations([f"{title}. {text}" for title, text in TEXTS])  # no path comes back
+    found: set[str] = set()
+    while "reused" not in found:
+        answer = weave.ask(QUESTION, documents=next(orders), reuse="qcfuse:sink", sampling=SHORT)
+        assert str(Reason.NEEDS_MISSING) not in {why for _, why in fates(answer)}
+        found = {state for state, _ in fates(answer)}
+        time.sleep(0.1)  # their KV is stored behind answers
+    weave.close()
 
 
 def test_where_extras_cannot_be_kept_the_chunks_are_computed_and_it_is_said(

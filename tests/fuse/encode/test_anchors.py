@@ -2,6 +2,7 @@
 
 import math
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvweave.fuse.encode.extras import (
     HEADER,
     NUM_SINKS,
     Anchors,
+    anchors_of,
     choose_anchors,
     extra_name,
     knorm_scores,
@@ -42,6 +44,15 @@ def make_layers(num_tokens: int, num_layers: int = 3, seed: int = 0) -> list[Lay
 
 
 # ── choosing ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_rule_and_share_stand_in_the_name_of_the_extra() -> None:
+    for rule in ("sink", "knorm", "kvzip"):
+        for share in (0.1, 0.05, 0.25, 1.0):
+            name = extra_name(rule, share)
+            assert len(name) <= 32, "what a header has room for"
+            assert anchors_of(name) == (rule, share)
+    assert extra_name("kvzip") == "anchors:kvzip"
 
 
 @pytest.mark.parametrize(
@@ -138,6 +149,25 @@ def test_kvzip_scores_equal_attention_written_out(decoder: Decoder, preamble: li
     for chunk, ours in zip(CHUNKS, together, strict=True):
         want = dense_kvzip(decoder, preamble, chunk)
         torch.testing.assert_close(ours.double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_a_repetition_ends_where_the_models_positions_do(decoder: Decoder) -> None:
+    """Nothing is refused for it: the tokens that fit say what is looked at."""
+    prefix, chunk = encode_prefix(decoder, PREAMBLE), CHUNKS[0]
+    made = encode_chunks(decoder, prefix, [chunk])
+    end = len(PREAMBLE) + len(chunk)
+    (whole,) = kvzip_scores(decoder, prefix, [chunk], made, REPEAT)
+    fits = {}
+    for room in (1, len(REPEAT) + 2, len(REPEAT) + len(chunk)):
+        spec = replace(decoder.spec, max_context=end + room)
+        short = Decoder(spec, decoder.weights)
+        (fits[room],) = kvzip_scores(short, prefix, [chunk], made, REPEAT)
+        assert fits[room].shape == whole.shape
+        assert bool(fits[room].isfinite().all())
+    *less, all_of_it = fits.values()
+    torch.testing.assert_close(all_of_it, whole)
+    assert all(bool((each <= whole + 1e-6).all()) for each in less), "fewer rows look at the keys"
+    assert not torch.allclose(less[0], whole)
 
 
 def test_kvzip_depends_on_the_text_being_repeated(decoder: Decoder) -> None:
