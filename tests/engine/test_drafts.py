@@ -28,7 +28,7 @@ from kvweave.errors import ConfigError
 from kvweave.model.decoder import Decoder
 from worlds.engine import SMALL, alone, ids, plain, tokens, with_chunks
 
-COPYING, PLAIN = replace(SMALL, copy_tokens=15), replace(SMALL, copy_tokens=0)
+COPYING, PLAIN = replace(SMALL, copy_tokens=15), SMALL
 LONG = {"max_tokens": 60}
 # an answer of three different tokens repeats itself: there is much to copy
 FEW_WORDS = {"logit_bias": ((3, 60.0), (7, 60.0), (9, 60.0))}

@@ -65,6 +65,7 @@ def test_answers_on_a_random_schedule_are_those_of_each_request_alone(
         host_tokens=rng.choice([0, 100]),
         tree_share=rng.choice([0.0, 0.3, 0.6]),
         step_rows=rng.choice([4, 8, 50]),
+        copy_tokens=rng.choice([0, 3, 15]),
         guess_rows=2 if seed % 3 else None,
         guess_alone_rows=50 if seed % 2 else None,
     )

@@ -20,7 +20,7 @@ from worlds.plain_loop import generate
 VOCABULARY = 97
 SMALL = EngineConfig(
     page_tokens=4, pool_tokens=4 * 256, max_running=6, step_rows=8, alone_rows=32,
-    share_chunks=False,
+    share_chunks=False, copy_tokens=0,
 )  # fmt: skip
 
 

@@ -87,18 +87,29 @@ class TellingDecoder(Decoder):
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
         super().__init__(decoder.spec, decoder.weights)
         self.tokenizer = tokenizer
-        self._left: list[int] = []
+        self._told: list[int] = []
+        self._start: int | None = None  # of the answer: the position of its prompt's last token
 
     def tell(self, words: str) -> None:
-        self._left = [*self.tokenizer.encode(words), min(self.tokenizer.eos_ids)]
+        self._told = [*self.tokenizer.encode(words), min(self.tokenizer.eos_ids)]
+        self._start = None
 
     def hush(self) -> None:
         """Say whatever comes."""
-        self._left = []
+        self._told = []
 
     def forward(self, batch: Sequence[Rows]) -> Tensor:
         logits = super().forward(batch)
-        if len(logits) and self._left:
-            logits = torch.zeros_like(logits)
-            logits[:, self._left.pop(0)] = 100.0  # also where tokens are drawn
+        wanted = [rows.positions[at] for rows in batch for at in rows.wanted]
+        if not wanted or not self._told:
+            return logits
+        if self._start is None:
+            self._start = wanted[0]
+        for row, position in enumerate(wanted):  # those of a draft too
+            at = position - self._start
+            if 0 <= at < len(self._told):
+                logits[row] = torch.zeros_like(logits[row])
+                logits[row, self._told[at]] = 100.0  # also where tokens are drawn
+        if wanted[0] - self._start == len(self._told) - 1:
+            self._told = []
         return logits
