@@ -47,7 +47,8 @@ def test_where_host_memory_is_small_what_was_asked_most_comes_to_it(
         for title, times in (("Note 3", 3), ("Note 5", 2)):
             for _ in range(times):
                 library.maker.note_question([chunks_of(library)[title].id])
-    room = 2 * copies["disk"]  # for a chunk and its front copy, or for two chunks
+        assert library.maker.wait(60), "their front copies are made"
+    room = 2 * copies["disk"]  # for a chunk and its front copy
     with opened(tmp_path / "kb", model, BackgroundKV(), host_bytes=room) as weave:
         make_all(weave)
         assert tier_of(weave, "Note 3") == "host"
