@@ -2,7 +2,7 @@
 
 For one request it chooses an order, matches the knowledge tree, peeks the chunk store, prices every
 option and takes the cheapest that the gate allows. What the conversation already holds was left out
-before (`dedup.py`). It reads and never changes; the engine makes the plan true. A few hundred
+before. It reads and never changes; the engine makes the plan true. A few hundred
 microseconds, no torch.
 
 What is fused, and whether a model was calibrated for it, comes from outside as plain data:
