@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.layout import Layout, lay_out
 from kvweave.plan.options import Candidate, StoredHits, find_hits, price_fused, price_prefix
 from kvweave.plan.ordering import (
     AccessTable,
@@ -29,12 +28,14 @@ from kvweave.plan.ordering import (
 from kvweave.plan.plan import (
     ChunkPeek,
     Gate,
+    Layout,
     Option,
     Plan,
     PlanRequest,
     PromptShape,
     ReadableTree,
     Stored,
+    lay_out,
 )
 from kvweave.plan.recent_requests import CloseCalls, PathReturns, TurnShare, is_worth_computing
 from kvweave.reasons import Reason
