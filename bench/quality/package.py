@@ -23,9 +23,8 @@ if __name__ == "__main__":
 from common.results import finish
 from kvweave.calibrate.case import Case, hash_cases
 from kvweave.calibrate.gate import FEWEST_QUESTIONS, Table, choose, tables_for_size, worst_cells
-from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.calibrate.measure import ORDER, Setting
-from kvweave.calibrate.profiles import Profile, load_profile, save_profile
+from kvweave.calibrate.profiles import LayerProfile, Profile, load_profile, save_profile
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
 from kvweave.fuse.selectors.strategies import open_strategy

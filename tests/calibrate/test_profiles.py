@@ -8,8 +8,8 @@ import pytest
 
 from kvweave.calibrate import profiles
 from kvweave.calibrate.gate import Cell, Table
-from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.calibrate.profiles import (
+    LayerProfile,
     Profile,
     calibrated_neighbours,
     find_profile,

@@ -3,9 +3,8 @@
 import pytest
 
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.layout import lay_out
 from kvweave.plan.options import Candidate, find_hits, price_fused, too_slow_links, unhidden_links
-from kvweave.plan.plan import Option
+from kvweave.plan.plan import Option, lay_out
 from kvweave.plan.profile import Grid, MachineProfile, TierLink
 from kvweave.types import ChunkId
 from worlds.plan import on_disk

@@ -15,8 +15,7 @@ from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.model_set import ModelSet
 from kvweave.app.weave import Sampling
-from kvweave.calibrate.layer_profile import LayerProfile
-from kvweave.calibrate.profiles import Profile, save_profile, user_path
+from kvweave.calibrate.profiles import LayerProfile, Profile, save_profile, user_path
 from kvweave.config import EngineSettings, ModelChoice, WeaveConfig
 from kvweave.errors import ConfigError
 from worlds.serving import make_weave, serving, user

@@ -12,7 +12,6 @@ Shapes: L layers, N context tokens, S samples.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -22,6 +21,7 @@ from torch import Tensor
 from kvweave.calibrate.bootstrap import Bootstrap, Values
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import KVZIP, ContextPrefixes, FixedContext
+from kvweave.calibrate.profiles import LayerProfile
 from kvweave.calibrate.trials import Trials
 from kvweave.errors import RequestError
 from kvweave.fuse.protocol import FusionDecoder
@@ -32,29 +32,6 @@ from kvweave.fuse.stitched import stitch
 BUDGET = 0.10  # of the context's tokens; a constant of profiling, unrelated to serving ratios
 MAX_LAYERS = 8  # length of the curve
 WORTH = 0.005  # recall that one more layer must add
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProfile:
-    """What was found for one model."""
-
-    num_samples: int
-    mean_context_tokens: float
-    recall: tuple[float, ...]  # Recall@10 % of every layer alone
-    recall_low: tuple[float, ...]  # its 95 % interval over samples
-    recall_high: tuple[float, ...]
-    order: tuple[int, ...]  # all layers, best first
-    curve: tuple[float, ...]  # recall of the best 1, 2, … layers together
-    all_layers: float  # recall of all layers together, for comparison
-    full_context: float  # the same with a probe that sees the whole context: the reference
-    critical: tuple[int, ...]  # the beginning of `order` that is worth it
-
-    def __post_init__(self) -> None:
-        """Check the fields, because a profile is a file that people edit. Raises ValueError."""
-        for name in ("order", "critical"):
-            for layer in getattr(self, name):
-                if layer < 0:
-                    raise ValueError(f"LayerProfile.{name} has {layer}, which is no layer")
 
 
 def profile_layers(

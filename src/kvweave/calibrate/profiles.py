@@ -26,7 +26,6 @@ from kvweave.calibrate.gate import (
     deciding_tables,
     worst_cells,
 )
-from kvweave.calibrate.layer_profile import LayerProfile
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, variant_name
 from kvweave.fuse.strategy import ModelFacts
@@ -44,6 +43,29 @@ OLD_TABLES = (1, 2, 3, 4)
 SHORT = 12  # characters of the fingerprint in the name of a packaged profile
 NEIGHBOURS = re.compile("neighbours:([1-9][0-9]{0,5}):")  # how `variant_name` begins for them
 Data = TypeVar("Data")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """Which layers of a model show best what a question asks for, see layer_profile.py."""
+
+    num_samples: int
+    mean_context_tokens: float
+    recall: tuple[float, ...]  # Recall@10 % of every layer alone
+    recall_low: tuple[float, ...]  # its 95 % interval over samples
+    recall_high: tuple[float, ...]
+    order: tuple[int, ...]  # all layers, best first
+    curve: tuple[float, ...]  # recall of the best 1, 2, … layers together
+    all_layers: float  # recall of all layers together, for comparison
+    full_context: float  # the same with a probe that sees the whole context: the reference
+    critical: tuple[int, ...]  # the beginning of `order` that is worth it
+
+    def __post_init__(self) -> None:
+        """Check the fields, because a profile is a file that people edit. Raises ValueError."""
+        for name in ("order", "critical"):
+            for layer in getattr(self, name):
+                if layer < 0:
+                    raise ValueError(f"LayerProfile.{name} has {layer}, which is no layer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,9 +111,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     from which the gate takes the cheapest strategy within the bound.
     """
     if ctx.invoked_subcommand is None:
-        asked = _CalibrateOptions(
-            **{field.name: options.pop(field.name) for field in fields(_CalibrateOptions)}
-        )
+        asked = _take_options(options)
         records = _read(asked.source, with_passages=asked.qa_file is not None)
         _calibrate(asked, records, options)
 
@@ -145,6 +143,12 @@ class _CalibrateOptions:
         source = self.qa_file or self.questions_file
         assert source is not None, "one of them was given"
         return source
+
+
+def _take_options(options: dict[str, Any]) -> _CalibrateOptions:
+    """Take what belongs to the calibration out of a command's options; the model's are left."""
+    names = {field.name for field in fields(_CalibrateOptions)} & options.keys()
+    return _CalibrateOptions(**{name: options.pop(name) for name in names})
 
 
 def _calibrate(
@@ -226,39 +230,21 @@ def _show(
 @json_option
 @model_options
 @pass_question_settings
-def quick_command(
-    kb_folder: Path,
-    questions_file: Path | None,
-    k: int,
-    limit: int,
-    bound: float,
-    profile_file: Path | None,
-    as_json: bool,
-    **model: str,
-) -> None:
+def quick_command(**options: Any) -> None:
     """Measure in minutes what `weave` costs on a knowledge base, with few questions.
 
     Few questions give wide intervals, and the gate takes them wider still: the table opens it only
     for what is clearly within the bound. Beside tables that came with the model it is one more kind
     of questions; a calibration of 100 questions or more replaces it.
     """
-    asked = _CalibrateOptions(
-        questions_file=questions_file,
-        kb_folder=kb_folder,
-        k=k,
-        strategies=QUICK_STRATEGIES,
-        ratios=QUICK_RATIOS,
-        limit=limit,
-        bound=bound,
-        profile_file=profile_file,
-        as_json=as_json,
-    )
-    records = None
-    if questions_file is None:
-        _say(f"no --questions: {limit} are made from headings and sentences of {kb_folder.name}")
-    else:
-        records = _read(questions_file, with_passages=False)
-    _calibrate(asked, records, model)
+    options |= {"strategies": QUICK_STRATEGIES, "ratios": QUICK_RATIOS}
+    asked, records = _take_options(options), None
+    if asked.questions_file is not None:
+        records = _read(asked.questions_file, with_passages=False)
+    elif asked.kb_folder is not None:
+        made = f"{asked.limit} are made from headings and sentences of {asked.kb_folder.name}"
+        _say(f"no --questions: {made}")
+    _calibrate(asked, records, options)
 
 
 @command.command("layers")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
     from kvweave.calibrate.gate import Cell, Table
-    from kvweave.calibrate.layer_profile import LayerProfile
+    from kvweave.calibrate.profiles import LayerProfile
 
 BAR_WIDTH = 40
 PIPE_WIDTH = 120

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import DEVICE
 from kvweave.plan.cost import CostModel, LoadSet, Price, StrategyInfo, row_budget
-from kvweave.plan.layout import Layout, as_computed
-from kvweave.plan.plan import Option, Span, SpanKind, Stored
+from kvweave.plan.plan import Layout, Option, Span, SpanKind, Stored, as_computed
 from kvweave.plan.profile import link_name
 from kvweave.reasons import Reason
 

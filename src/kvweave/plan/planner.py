@@ -2,7 +2,7 @@
 
 For one request it chooses an order, matches the knowledge tree, peeks the chunk store, prices every
 option and takes the cheapest that the gate allows. What the conversation already holds was left out
-before (`dedup.py`). It reads and never changes; the engine makes the plan true. A few hundred
+before. It reads and never changes; the engine makes the plan true. A few hundred
 microseconds, no torch.
 
 What is fused, and whether a model was calibrated for it, comes from outside as plain data:
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.layout import Layout, lay_out
 from kvweave.plan.options import Candidate, StoredHits, find_hits, price_fused, price_prefix
 from kvweave.plan.ordering import (
     AccessTable,
@@ -29,12 +28,14 @@ from kvweave.plan.ordering import (
 from kvweave.plan.plan import (
     ChunkPeek,
     Gate,
+    Layout,
     Option,
     Plan,
     PlanRequest,
     PromptShape,
     ReadableTree,
     Stored,
+    lay_out,
 )
 from kvweave.plan.recent_requests import CloseCalls, PathReturns, TurnShare, is_worth_computing
 from kvweave.reasons import Reason
