@@ -100,18 +100,16 @@ typedef struct {
     float scale;
 } Attention;
 
-/* `value` for the scores or weights of keys that lanes do not see; lane 0 sees the fewest. */
-static void hide(float *weights, const int32_t *left, int64_t count, float value) {
-    Vec all = (Vec){0} + value;
-    for (int64_t k = left[0] > 0 ? left[0] : 0; k < count; k++)
-        for (int n = 0; n < QUERIES; n += WIDTH) {
-            IntVec seen, there;
-            memcpy(&seen, left + n, sizeof seen);
-            memcpy(&there, weights + k * QUERIES + n, sizeof there);
-            seen = seen > (int32_t)k;
-            there = (there & seen) | ((IntVec)all & ~seen);
-            memcpy(weights + k * QUERIES + n, &there, sizeof there);
-        }
+/* `value` for the scores or the weights of key k where lanes do not see it. */
+INLINE void hide(float *lanes, const int32_t *left, int64_t k, float value) {
+    for (int n = 0; n < QUERIES; n += WIDTH) {
+        IntVec seen, there;
+        memcpy(&seen, left + n, sizeof seen);
+        memcpy(&there, lanes + n, sizeof there);
+        seen = seen > (int32_t)k;
+        there = (there & seen) | ((IntVec)((Vec){0} + value) & ~seen);
+        memcpy(lanes + n, &there, sizeof there);
+    }
 }
 
 #define LANE_VECS (QUERIES / WIDTH)
@@ -139,18 +137,19 @@ static int weigh_scores(
     Vec sum[LANE_VECS] = {{0}};
     float now[QUERIES];
     int moved = 0;
-    if (left) hide(weights, left, count, HIDDEN);
+    int64_t edge = left == NULL ? count : left[0] > 0 ? left[0] : 0; /* all lanes see those before */
+    for (int64_t k = edge; k < count; k++) hide(weights + k * QUERIES, left, k, HIDDEN);
     find_tops(weights, count, top, now);
     for (int n = 0; n < QUERIES; n++) moved |= now[n] != top[n];
     for (int n = 0; n < QUERIES; n++) fade[n] = exp_below(top[n] - now[n]);
     memcpy(top, now, sizeof now);
-    for (int64_t k = 0; k < count; k++)
-        for (int n = 0; n < QUERIES; n++)
-            weights[k * QUERIES + n] = exp_below(weights[k * QUERIES + n] - now[n]);
-    if (left) hide(weights, left, count, 0.0f); /* nothing at all, whatever the values are */
-    for (int64_t k = 0; k < count; k++)
+    for (int64_t k = 0; k < count; k++) {
+        float *lanes = weights + k * QUERIES;
+        for (int n = 0; n < QUERIES; n++) lanes[n] = exp_below(lanes[n] - now[n]);
+        if (k >= edge) hide(lanes, left, k, 0.0f); /* nothing at all, whatever the values are */
 #pragma GCC unroll 8
-        for (int v = 0; v < LANE_VECS; v++) sum[v] += load_vec(weights + k * QUERIES + v * WIDTH);
+        for (int v = 0; v < LANE_VECS; v++) sum[v] += load_vec(lanes + v * WIDTH);
+    }
     memcpy(now, sum, sizeof now);
     for (int n = 0; n < QUERIES; n++) total[n] = total[n] * fade[n] + now[n];
     return moved;
