@@ -40,53 +40,61 @@ INLINE int64_t multiply_by_lanes(
 }
 #endif
 
-/* out [rows][QUERIES] (+)= sum over k of a [rows][depth] (strides) times b [depth][QUERIES]; rows
- * is a constant where this is inlined. */
+/* out [rows][QUERIES] (+)= sum over k of a [rows][depth] (strides) times b [depth][QUERIES], for
+ * `vecs` vectors of lanes; rows and vecs are constants where this is inlined. */
 INLINE void small_product(
     const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, const int rows,
-    int64_t depth, int add) {
-    for (int lane = 0; lane < QUERIES; lane += VECS * WIDTH) {
-        Vec sums[DEEP][VECS];
+    const int vecs, int64_t depth, int add) {
+    Vec sums[DEEP][VECS];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) {
-                float *at = out + r * QUERIES + lane + v * WIDTH;
-                sums[r][v] = add ? load_vec(at) : (Vec){0};
-            }
-        int64_t k = 0;
+        for (int v = 0; v < vecs; v++)
+            sums[r][v] = add ? load_vec(out + r * QUERIES + v * WIDTH) : (Vec){0};
+    int64_t k = 0;
 #if defined(__ARM_NEON)
-        if (rows == DEEP) k = multiply_by_lanes(a, a_row, a_depth, b + lane, sums, depth);
+    if (rows == DEEP && vecs == VECS) k = multiply_by_lanes(a, a_row, a_depth, b, sums, depth);
 #endif
-        for (; k < depth; k++) {
-            Vec held[VECS];
+    for (; k < depth; k++) {
+        Vec held[VECS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) held[v] = load_vec(b + k * QUERIES + lane + v * WIDTH);
-#pragma GCC unroll 8
-            for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECS; v++) sums[r][v] += held[v] * a[r * a_row + k * a_depth];
-        }
+        for (int v = 0; v < vecs; v++) held[v] = load_vec(b + k * QUERIES + v * WIDTH);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++)
-                memcpy(out + r * QUERIES + lane + v * WIDTH, &sums[r][v], sizeof(Vec));
+            for (int v = 0; v < vecs; v++) sums[r][v] += held[v] * a[r * a_row + k * a_depth];
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++)
+            memcpy(out + r * QUERIES + v * WIDTH, &sums[r][v], sizeof(Vec));
 }
 
-static void product(
+/* The same for any number of rows. */
+INLINE void long_product(
     const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, int64_t rows,
-    int64_t depth, int add) {
+    const int vecs, int64_t depth, int add) {
     int64_t r = 0;
     if (a_depth == 1) /* a constant for what is inlined */
         for (; r + DEEP <= rows; r += DEEP)
-            small_product(a + r * a_row, a_row, 1, b, out + r * QUERIES, DEEP, depth, add);
+            small_product(a + r * a_row, a_row, 1, b, out + r * QUERIES, DEEP, vecs, depth, add);
     else
         for (; r + DEEP <= rows; r += DEEP)
-            small_product(a + r, 1, a_depth, b, out + r * QUERIES, DEEP, depth, add);
+            small_product(a + r, 1, a_depth, b, out + r * QUERIES, DEEP, vecs, depth, add);
     for (; r < rows; r++)
-        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, 1, depth, add);
+        small_product(a + r * a_row, a_row, a_depth, b, out + r * QUERIES, 1, vecs, depth, add);
+}
+
+/* The same for the first `lanes`, and what fills a vector up. */
+static void product(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, float *out, int64_t rows,
+    int64_t lanes, int64_t depth, int add) {
+    int64_t n = 0;
+    for (; n + VECS * WIDTH <= whole(lanes, WIDTH); n += VECS * WIDTH)
+        long_product(a, a_row, a_depth, b + n, out + n, rows, VECS, depth, add);
+    for (; n < lanes; n += WIDTH)
+        long_product(a, a_row, a_depth, b + n, out + n, rows, 1, depth, add);
 }
 
 typedef struct {
@@ -164,6 +172,7 @@ typedef struct {
 /* QUERIES lanes of a KV head: neighbouring rows, each with the query heads that share it. */
 typedef struct {
     float turned[MOST_DIM * QUERIES] __attribute__((aligned(64))); /* queries [dim][lanes] */
+    int64_t lanes;         /* that are queries; those behind them repeat the last one's keys */
     int64_t seen[QUERIES]; /* keys that a lane sees from the start on, the last one most */
     LanesPart found;
 } Tile;
@@ -197,21 +206,22 @@ static void attend_tile_part(
         int is_edge = start + count > seen[0]; /* some lanes do not see all of these */
         for (int n = 0; n < QUERIES; n++) left[n] = (int32_t)MIN(seen[n] - start, KEYS);
         Strip keys = part->keys[b], values = part->values[b];
-        product(keys.at, keys.row, 1, tile->turned, weights, count, dim, 0);
+        product(keys.at, keys.row, 1, tile->turned, weights, count, tile->lanes, dim, 0);
         int moved = weigh_scores(
             weights, count, found->top, found->total, fade, is_edge ? left : NULL);
         if (moved && b > 0)
             for (int64_t i = 0; i < dim; i++)
                 for (int n = 0; n < QUERIES; n++) found->sums[i * QUERIES + n] *= fade[n];
-        product(values.at, 1, values.row, weights, found->sums, dim, count, b > 0);
+        product(values.at, 1, values.row, weights, found->sums, dim, tile->lanes, count, b > 0);
     }
 }
 
 /* Tile `nth` of KV head h: lane n is query head n % group of row n / group. */
 static void fill_tile(const Attention *t, int64_t h, int64_t nth, Tile *tile) {
     int64_t first = nth * QUERIES, last = t->rows * t->group - 1;
+    tile->lanes = MIN(QUERIES, last + 1 - first);
     for (int64_t n = 0; n < QUERIES; n++) {
-        int64_t at = MIN(first + n, last); /* lanes that are left over repeat the last one */
+        int64_t at = MIN(first + n, last);
         const float *q = t->q + at / t->group * t->q_row;
         q += (h * t->group + at % t->group) * t->q_head;
         for (int64_t i = 0; i < t->dim; i++) tile->turned[i * QUERIES + n] = q[i] * t->scale;
@@ -222,7 +232,7 @@ static void fill_tile(const Attention *t, int64_t h, int64_t nth, Tile *tile) {
 /* What tile `nth` found, where it belongs. */
 static void write_tile(const Attention *t, int64_t h, int64_t nth, Tile *tile) {
     LanesPart *all = &tile->found;
-    int64_t first = nth * QUERIES, lanes = MIN(QUERIES, t->rows * t->group - first), dim = t->dim;
+    int64_t first = nth * QUERIES, lanes = tile->lanes, dim = t->dim;
     for (int n = 0; n < QUERIES; n++) all->total[n] = 1.0f / all->total[n];
     for (int64_t i = 0; i < dim; i++)
         for (int n = 0; n < QUERIES; n++) all->sums[i * QUERIES + n] *= all->total[n];
