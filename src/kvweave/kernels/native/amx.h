@@ -4,7 +4,7 @@
  * integers have no order: they are those of integers.h.
  */
 
-#if defined(__AMX_INT8__) && defined(__linux__) && !defined(KVW_PLAIN)
+#if defined(__AMX_INT8__) && defined(__linux__) && SHIFT == 128 && TILE_VECS == 2
 #include <sys/syscall.h>
 #include <unistd.h>
 
