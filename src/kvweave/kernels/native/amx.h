@@ -11,7 +11,7 @@
 #define SQUARE 16                    /* rows, and channels, of a register of sums */
 #define SQUARE_COLUMNS 64            /* of one instruction */
 #define SQUARE_ROWS (2 * SQUARE)     /* whose sums are in registers */
-#define LEAST_SQUARE_ROWS 8          /* fewer are done as soon without */
+#define LEAST_SQUARE_ROWS (TILE_ROWS + 1) /* fewer are one tile: done as soon without */
 #define GROUP_BYTES (PANEL * GROUP)  /* from four columns of a panel to the next four */
 #define SQUARE_BYTES (SQUARE_COLUMNS / GROUP * GROUP_BYTES)
 
