@@ -4,9 +4,11 @@ Every later speed-up is measured against our full prefill, so it must not be a w
 take turns in one process; the figure is the ratio of medians. Rounded weights (`--quant int8`) come
 with their price in KL, on prose of this repository, prefilled and decoded. llama.cpp runs in an
 environment of its own (`make llamacpp`) on the same GGUF with as many threads; without it, or
-without a GGUF, that line is left out.
+without a GGUF, that line is left out. How our own prefill holds up as prompts grow, in float32 and
+in 8 bits, is measured at `--lengths`; `--own` measures nothing else, and wants no transformers.
 
     python bench/prefill.py --tokens 3000 --out bench/results/prefill-cpu.json
+    python bench/prefill.py --own --model qwen2.5-coder-0.5b
     python bench/prefill.py --model qwen.gguf --tokens 1024
 """
 
@@ -15,6 +17,7 @@ import json
 import os
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +27,7 @@ from rich.table import Table
 from common.files import REPO
 from common.measuring import alternate, medians
 from common.results import device_words, finish, result_header
+from kvweave.kernels.freed_memory import keep_freed_memory
 from kvweave.model.decoder import Decoder
 from kvweave.model.files.embedded import EMBEDDED
 from kvweave.model.files.locate import locate
@@ -37,10 +41,19 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    keep_freed_memory()  # as a server does
     folder = locate(args.model)
-    ids = real_text_ids(Tokenizer(folder), args.tokens)
     ours = load_decoder(folder, device="cpu", dtype=args.dtype)
     rounded = load_decoder(folder, device="cpu", quant="int8") if args.dtype == "float32" else None
+    decoders = {"kvweave": ours} if rounded is None else {"kvweave": ours, ROUNDED: rounded}
+    text = real_text_ids(Tokenizer(folder), max(args.tokens, *args.lengths))
+    by_length = measure_lengths(decoders, text, args)
+    if args.own:
+        finish(
+            __doc__, {**result_header("prefill", "cpu"), **settings_of(args), **by_length}, args.out
+        )
+        return
+    ids = text[: args.tokens]
     theirs = load_transformers(str(folder), args.dtype)
 
     runs = {
@@ -86,7 +99,8 @@ def main() -> None:
         __doc__,
         {
             **result_header("prefill", "cpu"),
-            "config": {name: value for name, value in vars(args).items() if name != "out"},
+            **settings_of(args),
+            **by_length,
             "ratio": rows["kvweave"]["ratio"],
             "quant_ratio": rows.get(ROUNDED, {}).get("ratio"),
             "quant_over_fp32": None
@@ -105,6 +119,31 @@ def main() -> None:
 
 
 ROUNDED = "kvweave int8"
+
+
+def measure_lengths(
+    decoders: dict[str, Decoder], ids: list[int], args: argparse.Namespace
+) -> dict[str, dict]:
+    """Measure tokens per second of our own prefill at each of `--lengths`, and print them."""
+    table = Table(title=f"{args.model}, own prefill in one slice, tok/s, {device_words()}")
+    for column in ("tokens", *decoders, "8 bits ÷ float32"):
+        table.add_column(column, justify="right")
+    found = {}
+    for length in args.lengths:
+        runs = {name: partial(prefill, each, ids[:length]) for name, each in decoders.items()}
+        seconds = medians(alternate(runs, args.repeats))
+        tok_s = {name: round(length / taken, 1) for name, taken in seconds.items()}
+        ratio = round(seconds["kvweave"] / seconds[ROUNDED], 3) if ROUNDED in seconds else None
+        found[str(length)] = {**tok_s, "quant_over_fp32": ratio}
+        table.add_row(str(length), *map(str, tok_s.values()), "–" if ratio is None else f"{ratio}")
+    Console().print(table)
+    return {"prefill_tok_s_by_length": found}
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, dict]:
+    return {"config": {name: value for name, value in vars(args).items() if name != "out"}}
+
+
 LLAMACPP = REPO / ".venv-llamacpp" / "bin" / "python"
 
 
@@ -150,6 +189,8 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=3000, help="prompt length")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 3000, 8000])
+    parser.add_argument("--own", action="store_true", help="our own prefill at --lengths, no more")
     parser.add_argument("--context", type=int, default=512, help="prompt length before decoding")
     parser.add_argument("--steps", type=int, default=64, help="tokens to decode")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +113,30 @@ def test_weights_may_be_float32(
     right = by_torch(lambda: exact.finish(layer, h.clone(), attended))
     layers.end(layer, h, attended)
     torch.testing.assert_close(h, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("in_8_bits_too", [False, True], ids=["float32", "8 bits"])
+def test_rows_that_go_through_a_wide_layer_in_stretches_are_as_those_of_one_stretch(
+    library: CompiledLibrary, tmp_path: Path, in_8_bits_too: bool
+) -> None:
+    folder = make_model_folder(tmp_path, "llama", intermediate_size=6000)  # 192 rows of a stretch
+    decoder = load_decoder(folder, device="cpu", dtype="float32")
+    if in_8_bits_too:
+        made = [in_8_bits(layer, library) for layer in decoder.weights.layers]
+        decoder = Decoder(decoder.spec, replace(decoder.weights, layers=made))
+    layers, spec = compiled_layers(decoder, library), decoder.spec
+    h = torch.randn(387, spec.hidden_dim)  # two stretches, and a few rows
+    attended = torch.randn(387, spec.num_heads * spec.head_dim)
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    whole, fused = h.clone(), torch.empty(387, width)
+    layers.begin(0, h, fused)
+    layers.end(0, whole, attended)
+    for rows in (slice(0, 150), slice(150, 300), slice(300, 387)):
+        part, found = h[rows].clone(), torch.empty(len(h[rows]), width)
+        layers.begin(0, h[rows], found)
+        layers.end(0, part, attended[rows])
+        assert torch.equal(found, fused[rows])
+        assert torch.equal(part, whole[rows])
 
 
 def roads(decoder: Decoder, exits: bool = False) -> Tensor:

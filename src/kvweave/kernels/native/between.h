@@ -3,17 +3,20 @@
 #define PARALLEL_VALUES (32 << 10) /* values from which on several threads are worth waking */
 
 #if defined(__AVX512F__)
-#define WIDTH 16 /* floats of a vector */
-#define VECS 2   /* vectors side by side in a small product */
-#define DEEP 8   /* rows of it */
+#define WIDTH 16   /* floats of a vector */
+#define VECS 3     /* vectors side by side in a small product */
+#define DEEP 8     /* rows of it */
+#define QUERIES 48 /* lanes of a tile of many rows */
 #elif defined(__AVX__)
 #define WIDTH 8
 #define VECS 2
 #define DEEP 4
+#define QUERIES 32
 #else
 #define WIDTH 4
 #define VECS 4
 #define DEEP 4
+#define QUERIES 32
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * WIDTH)));

@@ -49,7 +49,7 @@ class AttentionFields(ctypes.Structure):
         *_addresses("positions"),
         ("held", HeldFields),
         *_addresses("out"),
-        *_longs("rows kv_heads group dim"),
+        *_longs("out_row rows kv_heads group dim"),
         *_floats("scale"),
     )
 

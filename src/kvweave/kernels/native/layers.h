@@ -16,17 +16,32 @@ typedef struct {
     float eps, scale;
 } Shape;
 
+#define NEAR_BYTES (8 << 20) /* of what the MLP makes of some rows: more would not stay near */
+#define LEAST_STRETCH 192    /* rows: fewer would bring weights too often */
+
 /* Memory of a team. */
 typedef struct {
     const Shape *shape;
     int threads;
-    RoundedRows shared; /* of all rows */
-    float *rows;        /* all rows as floats [rows][widest], for float32 weights */
+    int64_t stretch;    /* rows that go through products together */
+    RoundedRows shared; /* of a stretch */
+    float *rows;        /* a stretch as floats [rows][widest], for float32 weights */
+    float *inner;       /* what the MLP makes of it [rows][2 inner] */
     char *own;          /* of each thread: few rows as floats, their scales, their codes; or weights */
     int64_t own_bytes, widest;
 } Team;
 
 #define ALIGNED(bytes) whole(bytes, 64)
+
+/* Rows that go through products together: memory for all rows of a long prompt would come from the
+ * system for every layer anew, page by page. */
+static int64_t stretch_of(const Shape *s, int64_t rows) {
+    int64_t most = NEAR_BYTES / (2 * s->inner * (int64_t)sizeof(float));
+    most = most < LEAST_STRETCH ? LEAST_STRETCH : most;
+    if (rows <= most) return rows;
+    int64_t stretches = whole(rows, most) / most;
+    return whole(whole(rows, stretches) / stretches, BLOCK_ROWS);
+}
 
 /* Where the rows of a product come from. */
 typedef enum { AS_THEY_ARE, NORMED, GATED } Step;
@@ -102,8 +117,11 @@ static void begin_layer(
     const Team *team, const Layer *layer, const float *h, int64_t rows, float *fused,
     int64_t stride) {
     const Shape *s = team->shape;
-    Source from = {NORMED, h, s->hidden, layer->input_norm};
-    project(team, &layer->qkv, from, rows, (Target){fused, stride, 0});
+    for (int64_t r = 0; r < rows; r += team->stretch) {
+        Source from = {NORMED, h + r * s->hidden, s->hidden, layer->input_norm};
+        int64_t count = MIN(team->stretch, rows - r);
+        project(team, &layer->qkv, from, count, (Target){fused + r * stride, stride, 0});
+    }
     if (layer->q_norm == NULL) return;
     int64_t normed = s->heads + s->kv_heads;
 #pragma omp for schedule(static)
@@ -114,16 +132,22 @@ static void begin_layer(
     }
 }
 
-/* h += what attention found, and then the MLP. `inner` [rows][2 inner]. */
+/* h += what attention found, and then the MLP. */
 static void end_layer(
     const Team *team, const Layer *layer, float *h, int64_t rows, const float *attended,
-    int64_t stride, float *inner) {
+    int64_t stride) {
     const Shape *s = team->shape;
-    Target to = {h, s->hidden, 1};
-    project(team, &layer->out, (Source){AS_THEY_ARE, attended, stride, NULL}, rows, to);
-    Source normed = {NORMED, h, s->hidden, layer->mlp_norm};
-    project(team, &layer->gate_up, normed, rows, (Target){inner, 2 * s->inner, 0});
-    project(team, &layer->down, (Source){GATED, inner, 2 * s->inner, NULL}, rows, to);
+    float *inner = team->inner;
+    int64_t wide = 2 * s->inner;
+    for (int64_t r = 0; r < rows; r += team->stretch) {
+        int64_t count = MIN(team->stretch, rows - r);
+        Target to = {h + r * s->hidden, s->hidden, 1};
+        Source found = {AS_THEY_ARE, attended + r * stride, stride, NULL};
+        project(team, &layer->out, found, count, to);
+        Source normed = {NORMED, to.y, s->hidden, layer->mlp_norm};
+        project(team, &layer->gate_up, normed, count, (Target){inner, wide, 0});
+        project(team, &layer->down, (Source){GATED, inner, wide, NULL}, count, to);
+    }
 }
 
 /* What a team needs, behind `bytes` that the caller needs; 0 where there is no memory. */
@@ -143,19 +167,22 @@ static char *make_team(
                 columns = all[i]->rounded->columns;
         }
     }
+    rows = stretch_of(shape, rows);
     widest = whole(widest, LINE) + LINE; /* rows that lie 4096 bytes apart would share a place */
     int64_t few = MIN(rows, FEW_ROWS), many = rows > FEW_ROWS && strip > 0 ? rows : 0;
     int64_t own = (FEW_ROWS * widest + LANES) * sizeof(float) + codes_bytes(few, columns);
     own = ALIGNED(many && strip > own ? strip : own);
     int64_t scales = ALIGNED(rows * sizeof(float)), codes = ALIGNED(codes_bytes(rows, columns));
     int64_t floats = ALIGNED(many * widest * sizeof(float));
+    int64_t inner = ALIGNED(rows * 2 * shape->inner * sizeof(float));
     bytes = ALIGNED(bytes);
-    char *memory = malloc(bytes + scales + codes + floats + threads * own + 64);
+    char *memory = malloc(bytes + scales + codes + floats + inner + threads * own + 64);
     if (memory == NULL) return NULL;
     char *at = (char *)ALIGNED((int64_t)(intptr_t)memory) + bytes;
     RoundedRows shared = {(Code *)(at + scales), (float *)at};
     at += scales + codes;
-    *team = (Team){shape, threads, shared, (float *)at, at + floats, own, widest};
+    *team = (Team){shape, threads, rows, shared, (float *)at, (float *)(at + floats),
+                   at + floats + inner, own, widest};
     return memory;
 }
 
@@ -178,12 +205,10 @@ int kvw_end_layer(
     const Shape *shape, const Layer *layer, float *h, int64_t rows, const float *attended,
     int64_t stride, int threads) {
     Team team;
-    int64_t bytes = rows * 2 * shape->inner * sizeof(float);
-    char *memory = make_team(&team, shape, layer, 1, rows, threads, bytes);
+    char *memory = make_team(&team, shape, layer, 1, rows, threads, 0);
     if (memory == NULL) return 1;
-    float *inner = (float *)ALIGNED((int64_t)(intptr_t)memory);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    end_layer(&team, layer, h, rows, attended, stride, inner);
+    end_layer(&team, layer, h, rows, attended, stride);
     free(memory);
     return 0;
 }
@@ -212,6 +237,7 @@ typedef struct {
 /* What one thread looks at in one go. */
 typedef struct {
     int32_t sequence, head, nth; /* the nth part of a single row, or tile of many rows */
+    int32_t tiles;               /* of many rows: how many from there on */
     int64_t part;                /* of a single row: where its parts go, in floats */
 } Task;
 
@@ -225,25 +251,32 @@ static int64_t parts_of(const Pass *pass, const SequenceRows *q) {
     return whole(pass->positions[q->first] + 1, PART_KEYS) / PART_KEYS;
 }
 
-static int64_t tiles_of(const Pass *pass, const SequenceRows *q) {
-    int64_t group = pass->shape->heads / pass->shape->kv_heads;
-    return whole(q->count * group, QUERIES) / QUERIES;
+/* Tiles of many rows, of all sequences and heads. */
+static int64_t count_tiles(const Pass *pass) {
+    const Shape *s = pass->shape;
+    int64_t count = 0;
+    for (int64_t n = 0; n < pass->num_sequences; n++)
+        if (pass->sequences[n].count > 1)
+            count += tiles_of(pass->sequences[n].count, s->heads / s->kv_heads) * s->kv_heads;
+    return count;
 }
 
 /* The tasks of a layer, those of many rows first: they are the largest. `tasks` may be none. Counts
  * them, and the floats of parts. */
-static int64_t list_tasks(const Pass *pass, Task *tasks, int64_t *part_floats) {
+static int64_t list_tasks(const Pass *pass, int threads, Task *tasks, int64_t *part_floats) {
     const Shape *s = pass->shape;
-    int64_t count = 0, part = 0;
+    int64_t count = 0, part = 0, together = tiles_together(count_tiles(pass), threads);
     for (int single = 0; single < 2; single++)
         for (int64_t n = 0; n < pass->num_sequences; n++) {
             const SequenceRows *q = pass->sequences + n;
             if ((q->count == 1) != single || q->count == 0) continue;
-            int64_t all = single ? parts_of(pass, q) : tiles_of(pass, q);
-            for (int64_t turn = 0; turn < all * s->kv_heads; turn++, count++) {
+            int64_t all = single ? parts_of(pass, q) : tiles_of(q->count, s->heads / s->kv_heads);
+            int64_t step = single ? 1 : together, turns = whole(all, step) / step;
+            for (int64_t turn = 0; turn < turns * s->kv_heads; turn++, count++) {
+                int64_t nth = (turns - 1 - turn / s->kv_heads) * step;
                 if (tasks)
-                    tasks[count] = (Task){(int32_t)n, (int32_t)(turn % s->kv_heads),
-                                          (int32_t)(all - 1 - turn / s->kv_heads), part};
+                    tasks[count] = (Task){(int32_t)n, (int32_t)(turn % s->kv_heads), (int32_t)nth,
+                                          (int32_t)MIN(step, all - nth), part};
             }
             if (single) part += all * s->heads * PART(s->dim);
         }
@@ -251,28 +284,33 @@ static int64_t list_tasks(const Pass *pass, Task *tasks, int64_t *part_floats) {
     return count;
 }
 
+/* What rows make of hidden states: queries, keys and values. What queries find takes their place. */
+static int64_t fused_wide(const Shape *s) { return (s->heads + 2 * s->kv_heads) * s->dim; }
+
 static void do_task(
-    const Pass *pass, int64_t layer, const Task *task, const float *q, float *parts, float *out) {
+    const Pass *pass, int64_t layer, const Task *task, float *fused, float *parts,
+    TilesRoom *rooms) {
     const Shape *s = pass->shape;
     const SequenceRows *rows = pass->sequences + task->sequence;
-    int64_t group = s->heads / s->kv_heads, wide = s->heads * s->dim, h = task->head;
+    int64_t group = s->heads / s->kv_heads, wide = fused_wide(s), h = task->head;
+    float *q = fused + rows->first * wide;
     Held held = held_of(pass, rows, layer);
     if (rows->count == 1) {
         int64_t start = (int64_t)task->nth * PART_KEYS;
         int64_t count = MIN(PART_KEYS, pass->positions[rows->first] + 1 - start);
         float *part = parts + task->part + (task->nth * s->heads + h * group) * PART(s->dim);
-        q += rows->first * wide + h * group * s->dim;
+        q += h * group * s->dim;
         attend_part(q, &held, h, start, count, group, s->dim, s->scale, part);
         return;
     }
     Attention all = {
-        q + rows->first * wide, wide, s->dim, pass->positions + rows->first, held,
-        out + rows->first * wide, rows->count, s->kv_heads, group, s->dim, s->scale};
-    attend_lanes(&all, h, (int64_t)task->nth * QUERIES);
+        q, wide, s->dim, pass->positions + rows->first, held, q, wide, rows->count, s->kv_heads,
+        group, s->dim, s->scale};
+    attend_tiles(&all, h, task->nth, task->tiles, rooms + omp_get_thread_num());
 }
 
 /* Keys and values where they belong, keys and queries turned. */
-static void place_rows(const Pass *pass, int64_t layer, const float *fused, float *turned) {
+static void place_rows(const Pass *pass, int64_t layer, float *fused) {
     const Shape *s = pass->shape;
     int64_t heads = s->heads, kv_heads = s->kv_heads, dim = s->dim;
     int64_t all = heads + 2 * kv_heads;
@@ -281,12 +319,13 @@ static void place_rows(const Pass *pass, int64_t layer, const float *fused, floa
 #pragma omp for schedule(static) nowait
         for (int64_t turn = q->first * all; turn < (q->first + q->count) * all; turn++) {
             int64_t r = turn / all, head = turn % all;
-            const float *from = fused + turn * dim;
+            float turned[MOST_DIM], *from = fused + turn * dim;
             const float *c = pass->cos + r * s->half, *sin = pass->sin + r * s->half;
             int64_t at = layer * q->layer_stride + pass->slots[r] * kv_heads * dim;
-            if (head < heads)
-                turn_head(from, c, sin, turned + (r * heads + head) * dim, dim, s->half);
-            else if (head < heads + kv_heads)
+            if (head < heads) {
+                turn_head(from, c, sin, turned, dim, s->half);
+                memcpy(from, turned, dim * sizeof(float));
+            } else if (head < heads + kv_heads)
                 turn_head(from, c, sin, q->keys + at + (head - heads) * dim, dim, s->half);
             else
                 memcpy(q->values + at + (head - heads - kv_heads) * dim, from, dim * sizeof(float));
@@ -296,11 +335,12 @@ static void place_rows(const Pass *pass, int64_t layer, const float *fused, floa
 }
 
 static void attend_pass(
-    const Pass *pass, int64_t layer, const Task *tasks, int64_t num_tasks, const float *q,
-    float *parts, float *out) {
+    const Pass *pass, int64_t layer, const Task *tasks, int64_t num_tasks, float *fused,
+    float *parts, TilesRoom *rooms) {
     const Shape *s = pass->shape;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t n = 0; n < num_tasks; n++) do_task(pass, layer, tasks + n, q, parts, out);
+    for (int64_t n = 0; n < num_tasks; n++)
+        do_task(pass, layer, tasks + n, fused, parts, rooms);
     int64_t part = 0, step = s->heads * PART(s->dim);
     for (int64_t n = 0; n < pass->num_sequences; n++) {
         const SequenceRows *rows = pass->sequences + n;
@@ -308,7 +348,7 @@ static void attend_pass(
         int64_t blocks = parts_of(pass, rows);
 #pragma omp for schedule(static) nowait
         for (int64_t head = 0; head < s->heads; head++) {
-            float *to = out + (rows->first * s->heads + head) * s->dim;
+            float *to = fused + rows->first * fused_wide(s) + head * s->dim;
             join_parts(parts + part + head * PART(s->dim), step, blocks, s->dim, to);
         }
         part += blocks * step;
@@ -320,30 +360,27 @@ static void attend_pass(
  * written then. */
 int kvw_run_layers(const Pass *pass, int64_t from, int64_t to, int threads) {
     const Shape *s = pass->shape;
-    int64_t rows = pass->rows, wide = s->heads * s->dim, fused_wide = wide + 2 * s->kv_heads * s->dim;
-    int64_t part_floats, num_tasks = list_tasks(pass, NULL, &part_floats);
-    int64_t fused_bytes = ALIGNED(rows * fused_wide * sizeof(float));
-    int64_t wide_bytes = ALIGNED(rows * wide * sizeof(float));
-    int64_t inner_bytes = ALIGNED(rows * 2 * s->inner * sizeof(float));
+    int64_t rows = pass->rows, wide = fused_wide(s);
+    int64_t part_floats, num_tasks = list_tasks(pass, threads, NULL, &part_floats);
+    int64_t fused_bytes = ALIGNED(rows * wide * sizeof(float));
     int64_t part_bytes = ALIGNED(part_floats * sizeof(float));
-    int64_t bytes = fused_bytes + 2 * wide_bytes + inner_bytes + part_bytes;
-    bytes += num_tasks * sizeof(Task);
+    int64_t room_bytes = count_tiles(pass) ? threads * (int64_t)sizeof(TilesRoom) : 0;
+    int64_t bytes = fused_bytes + part_bytes + room_bytes + num_tasks * sizeof(Task);
     Team team;
     char *memory = make_team(&team, s, pass->layers + from, to - from, rows, threads, bytes);
     if (memory == NULL) return 1;
     char *at = (char *)ALIGNED((int64_t)(intptr_t)memory);
-    float *fused = (float *)at, *turned = (float *)(at += fused_bytes);
-    float *attended = (float *)(at += wide_bytes), *inner = (float *)(at += wide_bytes);
-    float *parts = (float *)(at += inner_bytes);
-    Task *tasks = (Task *)(at + part_bytes);
-    list_tasks(pass, tasks, &part_floats);
+    float *fused = (float *)at, *parts = (float *)(at += fused_bytes);
+    TilesRoom *rooms = (TilesRoom *)(at += part_bytes);
+    Task *tasks = (Task *)(at + room_bytes);
+    list_tasks(pass, threads, tasks, &part_floats);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     for (int64_t n = from; n < to; n++) {
         const Layer *layer = pass->layers + n;
-        begin_layer(&team, layer, pass->h, rows, fused, fused_wide);
-        place_rows(pass, n, fused, turned);
-        attend_pass(pass, n, tasks, num_tasks, turned, parts, attended);
-        end_layer(&team, layer, pass->h, rows, attended, wide, inner);
+        begin_layer(&team, layer, pass->h, rows, fused, wide);
+        place_rows(pass, n, fused);
+        attend_pass(pass, n, tasks, num_tasks, fused, parts, rooms);
+        end_layer(&team, layer, pass->h, rows, fused, wide);
     }
     free(memory);
     return 0;

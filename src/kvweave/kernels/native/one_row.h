@@ -13,7 +13,7 @@
 #define CHUNK 4       /* vectors of sums in registers */
 #define MOST_DIM 256  /* of a head */
 #define MOST_GROUP 16 /* query heads of a KV head that look at keys together */
-#define QUERIES 32    /* of one task of many rows: lanes */
+#define TILES 8       /* most that look at keys one after the other while these are near */
 #define HIDDEN -1e30f /* score of a key that a row does not see */
 
 /* Keys and values of one sequence: slots of some memory. Strides are in floats. */

@@ -56,7 +56,7 @@ def attend_rows(
     )  # fmt: skip
     fields = AttentionFields(
         q.data_ptr(), q.stride(0), q.stride(1), positions.data_ptr(), held, out.data_ptr(),
-        num_rows, kv_heads, num_heads // kv_heads, dim, scale,
+        num_heads * dim, num_rows, kv_heads, num_heads // kv_heads, dim, scale,
     )  # fmt: skip
     if library.attend_rows(fields, torch.get_num_threads()):
         raise MemoryError(f"no memory for attention over {num_keys} keys")

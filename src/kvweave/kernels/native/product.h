@@ -7,7 +7,7 @@
  */
 
 #define PANEL (LANES * TILE_VECS) /* channels */
-#define BLOCK_ROWS (4 * TILE_ROWS) /* rows whose codes stay near while panels pass by */
+#define BLOCK_ROWS (8 * TILE_ROWS) /* rows whose codes stay near while panels pass by */
 #define PANEL_BYTES (192 << 10)     /* of panels that a thread takes at a time */
 #define CHUNK_ROWS 1536             /* rows whose codes are in memory at a time */
 #define FEW_ROWS 4                  /* rounded by the caller's thread: waiting would cost more */
@@ -23,8 +23,6 @@ typedef struct {
     const float *offset;   /* [columns]: is added before integers are cut */
     int64_t in_dim, columns, out_dim;
 } Product;
-
-const char *kvw_kind(void) { return KIND; }
 
 int64_t kvw_padded_channels(int64_t out_dim) { return whole(out_dim, PANEL); }
 
@@ -190,6 +188,10 @@ static void multiply_panel(
     }
 }
 
+#include "amx.h"
+
+const char *kvw_kind(void) { return has_squares ? KIND " and AMX" : KIND; }
+
 /* Rows in integers, and the scale of each. */
 typedef struct {
     Code *codes; /* [rows][columns to whole groups], with room behind for a whole tile */
@@ -198,7 +200,8 @@ typedef struct {
 
 /* What rounded rows of a product take: what fills a tile up is never used. */
 static int64_t codes_bytes(int64_t rows, int64_t columns) {
-    return whole(rows, TILE_ROWS) * whole(columns, GROUP) * (int64_t)sizeof(Code) + 1;
+    int64_t width = whole(columns, GROUP);
+    return ((rows + SQUARE_ROWS) * width + SQUARE_COLUMNS) * (int64_t)sizeof(Code);
 }
 
 /* `count` rounded rows times all panels. Every thread of a team calls this; all is written when it
@@ -212,13 +215,19 @@ static void multiply_rounded(
     int64_t step = MIN(near, fair);
     step = step < 1 ? 1 : step;
     int64_t steps = whole(panels, step) / step;
+    int in_squares = has_squares && count >= LEAST_SQUARE_ROWS;
+    if (in_squares) enter_squares();
 #pragma omp for schedule(dynamic, 1)
     for (int64_t turn = 0; turn < blocks * steps; turn++) {
         int64_t first = turn / steps * BLOCK_ROWS, start = turn % steps * step;
         int64_t end = MIN(first + BLOCK_ROWS, count);
         for (int64_t n = start; n < MIN(start + step, panels); n++)
-            multiply_panel(p, n, rows.codes, rows.scale, first, end, to);
+            if (in_squares)
+                multiply_panel_squares(p, n, rows.codes, rows.scale, first, end, to);
+            else
+                multiply_panel(p, n, rows.codes, rows.scale, first, end, to);
     }
+    if (in_squares) leave_squares();
 }
 
 /* y [rows][out_dim] = x [rows][in_dim] times the weights, or += it; both with the stride of their

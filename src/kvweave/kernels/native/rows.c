@@ -3,7 +3,7 @@
  *
  *     integers.h    sums of 8-bit products with the instructions of this CPU
  *     between.h     norm, gate and rotation
- *     product.h     products with rounded weights
+ *     product.h     products with rounded weights, many rows of them in amx.h
  *     floats.h      products with weights in float32
  *     one_row.h     attention of a single row, and of many in many_rows.h
  *     layers.h      whole layers
