@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvweave.engine import lifecycle
+from kvweave.engine import drawing
 from kvweave.engine.bad_pages import has_bad_rows, is_bad_chunk
 from kvweave.engine.config import EngineConfig, for_device
 from kvweave.engine.engine import Engine
@@ -191,8 +191,8 @@ def test_a_device_that_fails_when_a_token_is_drawn_fails_one_request(
     with Engine(decoder, SMALL) as engine:
         other = engine.submit(beside)
         next(other)
-        broken = failing_once(lifecycle.is_close_call, RuntimeError(LOST))
-        monkeypatch.setattr(lifecycle, "is_close_call", broken)
+        broken = failing_once(drawing.is_close_call, RuntimeError(LOST))
+        monkeypatch.setattr(drawing, "is_close_call", broken)
         with pytest.raises(RuntimeError, match="launch failure"):
             tokens(engine.submit(bad))
         assert len(tokens(other)) == 59

@@ -135,9 +135,9 @@ def test_a_weave_takes_the_number_that_calibration_found(
 ) -> None:
     calibrate(n1=0.2, n5=0.1)
     assert str(opened_with(tmp_path, model_folder).variant) == "filler:4"  # made
-    write_preparation(tmp_path / "kb" / "kv", Preparation.parse("neighbours:2", ["inter"]))
+    write_preparation(tmp_path / "kb" / "kv", Preparation.parse("neighbours:2"))
     found = opened_with(tmp_path, model_folder, encoding="neighbours")
-    assert found == Preparation.parse("neighbours:5", ["inter"])
+    assert found == Preparation.parse("neighbours:5")
     assert str(opened_with(tmp_path, model_folder).variant) == "neighbours:2"
     other = opened_with(tmp_path, model_folder, encoding="neighbours", system="Answer in verse.")
     assert str(other.variant) == "neighbours:3", "measured behind another preamble"
