@@ -63,8 +63,9 @@ class TokenDrawer:
             num_right += 1
         if draft:
             sequence.judge_draft(num_right, len(draft))
-            self._counts.add("tokens_drafted", len(draft))
-            self._counts.add("tokens_copied", num_right)
+            if not sequence.progress.background:
+                self._counts.add("tokens_drafted", len(draft))
+                self._counts.add("tokens_copied", num_right)
         if not is_over:
             sequence.prepare_draft(self._drafts)
         return is_over

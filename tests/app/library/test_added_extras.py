@@ -11,6 +11,7 @@ from kvweave import Weave
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
+from kvweave.fuse.encode.extras import INTER, RULES, anchors_of, choose_beside, extra_name
 from kvweave.kv.provenance import PROVENANCE
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig
 from kvweave.model.decoder import Decoder
@@ -102,6 +103,30 @@ def test_another_rule_leaves_the_first_ones_anchors_where_they_are(
         for reuse in ("qcfuse", "qcfuse:sink", "qcfuse"):
             assert {why for _, why in fates(ask(weave, reuse))} == {None}
         assert extras_on_disk(weave) == [{"anchors:kvzip", "anchors:sink"}] * 3
+
+
+def test_whatever_shares_are_asked_for_what_is_stored_can_be_read_again(
+    tmp_path: Path, model: Model
+) -> None:
+    """A header refuses an object with more beside its layers than these take."""
+    with open_over(tmp_path, model, "isolated") as weave:
+        ingest_with_fronts(weave, *TEXTS)
+        for reuse in ("qcfuse", "qcfuse:100%", "qcfuse:sink:100%", "qcfuse:knorm:90%", "qcfuse"):
+            assert {why for _, why in fates(ask(weave, reuse))} == {None}
+        assert extras_on_disk(weave) == [{"anchors:kvzip", "anchors:knorm:0.9"}] * 3
+    with open_over(tmp_path, model, "isolated") as weave:
+        assert {why for _, why in fates(ask(weave, "qcfuse:knorm:90%"))} == {None}
+        assert weave.library.store.metrics.value(ENCODED) == 0, "what lies on the disk is taken"
+
+
+@pytest.mark.parametrize("size", range(1, 30))
+def test_what_lies_beside_a_chunk_is_bounded_and_has_what_is_wanted(size: int) -> None:
+    there: tuple[str, ...] = ()
+    for share in range(1, size + 1):
+        wanted = extra_name(RULES[share % 3], share / 100)
+        there = choose_beside([wanted, INTER], there)
+        assert {wanted, INTER} <= set(there)
+        assert sum(anchors_of(name)[1] for name in there if name != INTER) <= 1.0 + 1e-9
 
 
 def test_layers_stay_what_they_were(tmp_path: Path, model: Model) -> None:

@@ -20,7 +20,7 @@ from kvweave.app.answer.notes import (
     sources_of,
 )
 from kvweave.app.audit.audit_log import AuditNote
-from kvweave.engine.request import Ticket
+from kvweave.engine.request import RequestTimeline, Ticket
 from kvweave.engine.sampling import Choice, Sampling
 from kvweave.fuse.record import FuseRecord
 from kvweave.plan.plan import Decision
@@ -49,10 +49,16 @@ class Piece(NamedTuple):
 
 class CopiedTokens(NamedTuple):
     """Tokens of an answer that were guessed from what its request has read: see engine/drafts.py.
-    Perhaps a few more than it shows: of the last step some may stand behind its end."""
+    Perhaps a few of them stand behind its end: an engine runs ahead of its readers."""
 
     drafted: int
-    copied: int  # of those, the ones that were right
+    copied: int  # of those, the ones that were right; no more than the answer has tokens
+
+    @classmethod
+    def from_timeline(cls, line: RequestTimeline, num_tokens: int) -> "CopiedTokens":
+        """The counts of an answer of so many tokens, whose engine may still count."""
+        copied = line.copied  # first: what is drafted never lags behind it then
+        return cls(max(line.drafted, copied), min(copied, num_tokens))
 
 
 class WatchedTokens(NamedTuple):
@@ -301,7 +307,7 @@ class _Made:
             sources=sources,
             full_ms=None if full_s is None else full_s * 1e3,
             times=AnswerTimes.split(notes, self.first_s or now, now),
-            copies=None if line is None else CopiedTokens(line.drafted, line.copied),
+            copies=None if line is None else CopiedTokens.from_timeline(line, self.tokens),
             query=notes.query,
             watched=_read_watched(notes.watched),
             trace=_trace(notes, self.started_s, self.first_s or now, now),

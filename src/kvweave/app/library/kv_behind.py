@@ -140,11 +140,16 @@ class KVBehind:
         chunks were found: nothing is kept of one that was deleted since."""
         parts = [Chunk(make_chunk_id(ids), "", "", ids) for ids in chunks]
         encoder, neighbours = self.encoder, self._neighbours
+        keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
         with self._adding:
-            made = encoder.add_extras(parts[:1], names, isolated=True)  # as `named_kv` takes it
-            made += encoder.add_extras(parts[1:], names)
-            if neighbours is not None:
-                made += neighbours.add_extras(parts[1:], names)
+            try:
+                made = encoder.add_extras(parts[:1], names, isolated=True)  # as `named_kv` takes it
+                made += encoder.add_extras(parts[1:], names)
+                if neighbours is not None:
+                    made += neighbours.add_extras(parts[1:], names)
+            except BaseException:  # some of them may have been made before it
+                self._maker.check_replaced(encoder, parts, keys, as_of)
+                raise
         if made:
             self._maker.check_replaced(encoder, parts, made, as_of)
 

@@ -16,7 +16,7 @@ from kvweave.fuse.encode.contexts import (
     filler_of,
     variant_name,
 )
-from kvweave.fuse.encode.extras import compute_extras
+from kvweave.fuse.encode.extras import choose_beside, compute_extras
 from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.encode.save_log import SaveLog, Saves
 from kvweave.fuse.protocol import FusionDecoder, Prefix
@@ -263,7 +263,7 @@ class ChunkEncoder:
             headers = self.store.load(lease).headers()
         beside = {key: set(header.extras) - PROVENANCE for key, header in headers.items()}
         return [
-            (by_key[key], tuple(sorted(there.union(names))))
+            (by_key[key], choose_beside(names, there))
             for key, there in beside.items()
             if not there.issuperset(names)
         ]

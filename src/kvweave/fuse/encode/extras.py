@@ -20,7 +20,7 @@ Shapes: T tokens of a chunk, A anchors, L layers, Hk KV heads, D head dim.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,7 @@ from kvweave.kv.format.codec import LayerKV
 REPEAT = "\n\nRepeat the previous context exactly."  # what kvzip asks for
 RULES = ("sink", "knorm", "kvzip")
 SHARE = 0.10  # of a chunk's tokens
+MOST_SHARE = 1.0  # of its tokens, that all anchors beside it take together
 NUM_SINKS = 4  # first keys of the prefix that take part in kvzip's softmax
 HEADER = struct.Struct("<4sHHHH")
 MAGIC = b"anc1"
@@ -64,6 +65,22 @@ def anchors_of(name: str) -> tuple[str, float]:
     """The rule and the share of an extra that `extra_name` has named."""
     _, rule, *share = name.split(":")
     return rule, float(share[0]) if share else SHARE
+
+
+def choose_beside(wanted: Collection[str], there: Collection[str]) -> tuple[str, ...]:
+    """Return the extras that lie beside a chunk from now on: the wanted ones, and of those that are
+    there as many as MOST_SHARE leaves room for. Without a bound every share that a request names
+    would stay, and a header refuses an object with more beside its layers than these take."""
+    kept = set(wanted)
+    for name in sorted(set(there) - kept, key=_share_of):
+        if sum(map(_share_of, (*kept, name))) <= MOST_SHARE:
+            kept.add(name)
+    return tuple(sorted(kept))
+
+
+def _share_of(name: str) -> float:
+    """The share of a chunk's tokens that an extra keeps."""
+    return 0.0 if name == INTER else anchors_of(name)[1]
 
 
 def choose_anchors(layers: Sequence[LayerKV], scores: Tensor, share: float = SHARE) -> Anchors:
