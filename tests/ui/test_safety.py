@@ -55,7 +55,7 @@ def harmless(page: Page) -> None:
           const all = [...document.querySelectorAll("*")];
           // the page's own have a class, which no attack here gives itself
           const found = [...main.querySelectorAll(foreign)].filter(
-            (e) => !e.matches("details.as-table, details.more"));
+            (e) => !e.matches("details.as-table, details.more, details.modes"));
           const known = ["http:", "https:", "mailto:"];
           return {
             pwned: window.pwned ?? null,
