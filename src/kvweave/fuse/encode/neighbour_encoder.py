@@ -60,7 +60,8 @@ class NeighbourEncoder:
             return self._encoder.key_behind(token_ids, behind_of[tuple(token_ids)])
 
         todo = self._encoder.absent([c for c in chunks if neighbours.get(c.id)], key_of)
-        self._encode_all(todo, neighbours, ())
+        ids = {other for chunk in todo for other in neighbours[chunk.id]}
+        self._encode_all(todo, neighbours, (), self._chunks_by_id(sorted(ids)))
         return len(todo)
 
     def add_extras(self, chunks: Sequence[Chunk], names: Collection[str]) -> list[ChunkKey]:
@@ -72,7 +73,7 @@ class NeighbourEncoder:
         behind = [c for c in chunks if c.id in neighbours and known.keys() >= {*neighbours[c.id]}]
         lacking = self._encoder.find_lacking(behind, self._encoder.key, names)
         for chunk, wanted in lacking:
-            self._encode_all([chunk], neighbours, wanted)
+            self._encode_all([chunk], neighbours, wanted, known)  # also of one that went just now
         return [self._encoder.key(chunk.token_ids) for chunk, _ in lacking]
 
     def _encode_all(
@@ -80,10 +81,9 @@ class NeighbourEncoder:
         todo: Sequence[Chunk],
         neighbours: Mapping[ChunkId, Sequence[ChunkId]],
         names: Sequence[str],
+        known: Mapping[ChunkId, Chunk],
     ) -> None:
-        """Compute and save chunks with these extras."""
-        ids = {other for chunk in todo for other in neighbours[chunk.id]}
-        known = self._chunks_by_id(sorted(ids))
+        """Compute and save chunks with these extras; `known` has the neighbours of all."""
         behind = [[known[other] for other in neighbours[chunk.id]] for chunk in todo]
         front_len = len(self._encoder.preamble_ids) + len(self._encoder.texts.filler)
         lengths = [
