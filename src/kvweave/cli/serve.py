@@ -142,6 +142,8 @@ def make_server(
     opener = embedder_opener(config.library)
     libraries = Libraries(weave, places, open_embedder=opener)
     steps = [Prepare("opening the embedder and knowledge bases", libraries.open_ahead)]
+    if kept is not None:
+        steps.append(Prepare("taking what the process before left", kept.raise_not_taken))
     if server_config.kb_root is not None or libraries.has_some():
         # else nothing is fused at first: idle time measures once something is
         steps.append(Prepare("measuring this machine for reuse 'auto', once", weave.measure))

@@ -39,7 +39,7 @@ def peek_progress(kb: KnowledgeBase, upstreams: Upstreams, tenant: str) -> KVPro
     why_off = _why_off(cards, upstreams.fleet.why_unready() or "no upstream was seen yet")
     if why_off is not None:
         return KVProgress("off", 0, total, 0, why=why_off)
-    loaded = set[ChunkId]().union(*(each.loaded.of(tenant) for each in replicas))
+    loaded = set[ChunkId]().union(*(each.loaded.chunks_for(tenant) for each in replicas))
     num_done = len(kb.catalogue.existing(list(loaded)))
     why = NOT_SHARED if _is_apart(cards) else HOW
     return KVProgress("on_demand", num_done, total, 0, why=why)

@@ -144,7 +144,8 @@ class LoadedChunks:
             for chunk_id in chunk_ids:
                 self._found.pop((tenant, chunk_id), None)
 
-    def of(self, tenant: str) -> set[ChunkId]:
+    def chunks_for(self, tenant: str) -> set[ChunkId]:
+        """Return the chunks of a tenant that are there."""
         with self._lock:
             return {chunk_id for owner, chunk_id in self._found if owner == tenant}
 

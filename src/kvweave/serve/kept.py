@@ -39,6 +39,7 @@ class KeptStart:
         before."""
         self.listener = listener
         self._memory = memory
+        self._not_taken: Exception | None = None
         self.failures = failures
         self.held: Sequence[HeldRequest] = ()  # what is to be answered first, once handed over
         self._channel = channel
@@ -93,7 +94,7 @@ class KeptStart:
 
     def take(self, models: "Sequence[LocalModel]") -> None:
         """Take exact KV that the process before left, once. It is a cache: what cannot be read is
-        computed again."""
+        computed again, and `raise_not_taken` says why."""
         from kvweave.app.left_models import take_models
 
         try:
@@ -102,8 +103,14 @@ class KeptStart:
                     take_models(models, file)
                 finally:  # whatever it was, the next process need not meet it again
                     file.truncate(0)
-        except Exception:
-            log.exception("exact KV that was left could not be taken")
+        except Exception as error:
+            self._not_taken = error
+
+    def raise_not_taken(self) -> None:
+        """Raise what kept exact KV from being taken, if something did: a step of the start, whose
+        failure the server logs and counts."""
+        if self._not_taken is not None:
+            raise self._not_taken
 
     def _open_memory(self) -> BinaryIO:
         file = os.fdopen(os.dup(self._memory), "r+b")

@@ -4,8 +4,10 @@ import threading
 
 import pytest
 
+from kvweave.app.answer.answer_stream import CopiedTokens
 from kvweave.app.answer.engine_target import TokenStream
 from kvweave.app.library.runtime import EngineClient
+from kvweave.engine.request import RequestTimeline
 from kvweave.errors import EngineClosed
 from kvweave.model.decoder import Decoder
 from kvweave.text.tokenizer import Tokenizer
@@ -43,3 +45,11 @@ def is_closed(client: EngineClient) -> bool:
         return not client.engine
     except EngineClosed:
         return True
+
+
+def test_counts_of_copies_hold_although_the_engine_goes_on() -> None:
+    line = RequestTimeline(0.0, drafted=9, copied=7)
+    assert CopiedTokens.from_timeline(line, 20) == (9, 7)
+    assert CopiedTokens.from_timeline(line, 5) == (9, 5), "no more than the answer has"
+    line.drafted = 6  # as if read before both grew
+    assert CopiedTokens.from_timeline(line, 20) == (7, 7), "never fewer than were right"

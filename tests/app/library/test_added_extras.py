@@ -174,6 +174,28 @@ def test_extras_of_a_chunk_that_was_deleted_meanwhile_are_not_kept(
         assert not any(len(budget) for budget in weave.library.store.inventory.budgets())
 
 
+def test_what_was_made_before_a_failure_goes_with_its_deleted_document(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_over(tmp_path, model) as weave:
+        ingest_with_fronts(weave, *TEXTS)
+        encoder, saved = weave.library.encoder, list[int]()
+        save = encoder.save
+
+        def delete_save_and_fail(*args: Any) -> int:
+            for document in weave.library.kb.documents():
+                weave.remove(document.id)
+            saved.append(save(*args))
+            raise RuntimeError("no memory left")
+
+        monkeypatch.setattr(encoder, "save", delete_save_and_fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ask(weave, "qcfuse")
+        assert saved
+        assert weave.library.store.flush()
+        assert not any(len(budget) for budget in weave.library.store.inventory.budgets())
+
+
 def test_documents_that_come_with_a_question_get_theirs_once_their_kv_is_stored(
     model: Model,
 ) -> None:
