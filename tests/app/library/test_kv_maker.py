@@ -113,6 +113,30 @@ def test_an_ingest_returns_before_its_kv_which_then_appears_by_itself(weave: Wea
     assert progress_on_disk(library.kb) == done, "as one sees it who has no model"
 
 
+def test_a_gpu_makes_several_chunks_in_one_pass_and_one_that_fails_leaves_the_others(
+    weave: Weave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, chunks = weave.library, chunks_of(weave.library)
+    monkeypatch.setattr(corpus_kv.CorpusKV, "_is_one_at_a_time", False)
+    bad, encode = next(iter(chunks.values())), library.encoder.encode
+    runs: list[int] = []
+
+    def fail_for_one(run: list[Chunk], *args: object, **kwargs: object) -> None:
+        runs.append(len(run))
+        if any(chunk.id == bad.id for chunk in run):
+            raise RuntimeError("no such kernel")
+        encode(run, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(library.encoder, "encode", fail_for_one)
+    library.start()
+    assert library.maker.wait(60)
+    assert sorted(runs) == [1, 1, 1, 3, 3], "as many as fit; those of the failed run one by one"
+    assert [has_kv(library, chunk) for chunk in chunks.values()].count(False) == 1
+    progress = progress_of(weave)
+    assert progress.state == "failed"
+    assert progress.why == f"chunk {bad.id[:8]}: RuntimeError: no such kernel"
+
+
 def test_what_comes_later_is_made_too_and_answers_are_fused_from_it(weave: Weave) -> None:
     library = weave.library
     library.start()

@@ -218,27 +218,49 @@ class CorpusKV:
                     there.append(chunk)
         self.fronts.add(there)
 
-    def next(self, asked: Sequence[ChunkId]) -> Chunk | None:
-        """The chunk whose KV should be made next, None if there is none or no room for it.
-        `asked`: chunks that questions found, most often first."""
+    def next_run(self, asked: Sequence[ChunkId]) -> list[Chunk]:
+        """The chunks whose KV should be made next, in one pass of the decoder; none if there are
+        none or no room for one. `asked`: chunks that questions found, most often first."""
+        most_rows = self._kv.encoder.pass_rows
+        run: list[Chunk] = []
+        num_rows = 0
+        while chunk := self._next(asked, run):
+            num_rows += len(chunk.token_ids)
+            if run and num_rows > most_rows:
+                break
+            run.append(chunk)
+            if self._is_one_at_a_time:
+                break
+        return run
+
+    @property
+    def _is_one_at_a_time(self) -> bool:
+        """A pass over several chunks is no faster on a CPU; each has neighbours of its own."""
+        return self._kv.encoder.decoder.device.type == "cpu" or self._is_behind_neighbours
+
+    def _next(self, asked: Sequence[ChunkId], run: Sequence[Chunk]) -> Chunk | None:
+        """The chunk whose turn it is behind a run of others; None if there is none or no room."""
         may_give_way = True
         while not self._is_unused:
             with self._lock:
                 wanted = (c for c in asked if c in self._missing)
                 newest = reversed(self._missing)
-                passed = self._left | self._computed.keys()
+                passed = self._left | self._computed.keys() | {chunk.id for chunk in run}
                 chunk_id = next((c for c in chain(wanted, newest) if c not in passed), None)
                 if chunk_id is None:
                     return None
                 num_tokens = self._missing[chunk_id]
-            missing_bytes = self._missing_bytes(num_tokens)
+            taken = [len(chunk.token_ids) for chunk in run]
+            missing_bytes = self._missing_bytes(num_tokens, *taken)
             if missing_bytes > 0 and may_give_way and self.fronts.give_way(missing_bytes):
                 may_give_way = False
                 continue
-            with self._lock:
-                self._is_full = missing_bytes > 0
             if missing_bytes > 0:
+                with self._lock:
+                    self._is_full = not run
                 return None
+            with self._lock:
+                self._is_full = False
             chunk = self._kb.catalogue.chunks([chunk_id]).get(chunk_id)
             if chunk is not None:
                 return chunk
@@ -246,10 +268,10 @@ class CorpusKV:
                 self._missing.pop(chunk_id, None)
         return None
 
-    def _missing_bytes(self, num_tokens: int) -> int:
-        """By how much the KV of a chunk is too large for the room there is; at most 0 if it
+    def _missing_bytes(self, *num_tokens: int) -> int:
+        """By how much the KV of these chunks is too large for the room there is; at most 0 if it
         fits."""
-        size = self._kv.encoder.plain_bytes(num_tokens)
+        size = sum(map(self._kv.encoder.plain_bytes, num_tokens))
         if self._is_behind_neighbours:
             size *= 2  # with what it brings where it is a neighbour
         with self._lock:
@@ -306,18 +328,19 @@ class CorpusKV:
                 return True
         return False
 
-    def make(self, chunk: Chunk, pace: Pace) -> None:
-        """Compute and save a chunk's KV, behind its encoding context. Raises what the device does
-        and what `pace` does; KVWeaveError where another process is writing."""
+    def make(self, run: Sequence[Chunk], pace: Pace) -> None:
+        """Compute and save the KV of a run of chunks, behind their encoding context. Raises what
+        the device does and what `pace` does; KVWeaveError where another process is writing."""
         if not self._is_behind_neighbours:
-            self._kv.encoder.encode([chunk], pace=pace)
+            self._kv.encoder.encode(run, pace=pace)
             return
         with self._kb.writing_briefly():  # what it sees must not go meanwhile
             self._kv.sync().before()
             table = self._kv.table
             assert table is not None, "an encoder behind neighbours has a table of them"
             kept = StoredKV(self._kb.folder, self._kv.store)
-            NeighbourKeeper(self._kb, table, self._kv.encoder, kept).give(None, [chunk.id])
+            chunk_ids = [chunk.id for chunk in run]
+            NeighbourKeeper(self._kb, table, self._kv.encoder, kept).give(None, chunk_ids)
             self.flush()  # a removal by another process finds it, and whom it saw
 
     def flush(self) -> None:

@@ -7,8 +7,9 @@ documents, wants stored.
     4  front copies of chunks that questions found, a bounded share of them       (`front_kv.py`)
 
 What a prompt has just computed right behind the preamble is not computed again: it is copied from
-the knowledge tree. All else is one chunk at a time, a few layers at a time, when the engine may be
-had (`engine/background.py`): an answer that comes meanwhile waits for a slice, never for a chunk.
+the knowledge tree. All else is one chunk at a time, on a GPU one pass of several, a few layers at a
+time, when the engine may be had (`engine/background.py`): an answer that comes meanwhile waits for
+a slice, never for a chunk.
 
 A chunk may be deleted while its KV is in the making. So its KV is written first, and then it is
 looked whether the chunk is still there: a deletion before that look is seen by it, a deletion after
@@ -42,7 +43,7 @@ CLOSE_WAIT_S = 10.0  # more than a slice and a flush take
 PREPARE_S = 30.0  # until it is tried again to begin, where a tier was broken at the start
 LOOK_S = 2.0  # how often it looks whether another process has brought documents
 HURRY_S = 1800.0  # a hurry lasts so long at most: others are served as well
-MOST_UNCHECKED = 8  # chunks whose KV is on its way to a disk while the next one is computed
+MOST_UNCHECKED = 32  # chunks whose KV is on its way to a disk while the next are computed
 MAX_WAITING = 64  # chunks that requests want stored; more are left for the next time they are seen
 # Whether a chunk that was found then has been deleted since, for a tenant
 WasDeleted = Callable[[ChunkId, int, str], bool]
@@ -334,33 +335,43 @@ class KVMaker:
         return as_of is not None and self._is_deleted(wanted.chunk.id, as_of, tenant)
 
     def _make_next(self, corpus: CorpusKV) -> bool:
-        """Make the chunk of the knowledge base whose turn it is. False: there is none, or another
-        process writes."""
+        """Make the chunks of the knowledge base whose turn it is, in one pass. False: there are
+        none, or another process writes."""
         corpus.look()  # whether it is used, too
-        chunk = corpus.next([*self._preferred, *self._demand.ranked()])
-        if chunk is None:
+        run = corpus.next_run([*self._preferred, *self._demand.ranked()])
+        if not run:
             return False
-        is_busy = False
+        error = self._make_run(corpus, run)
+        if error is not None and len(run) > 1:  # one that cannot be made leaves the others alone
+            for chunk in run:
+                error = self._make_run(corpus, [chunk])
+        if self._has_enough(corpus) or error is not None:
+            self._check_made(corpus)
+        return not isinstance(error, CorpusError)
+
+    def _make_run(self, corpus: CorpusKV, run: Sequence[Chunk]) -> Exception | None:
+        """Make the KV of some chunks in one pass; a single one that fails is left out. Returns what
+        was raised; a CorpusError says that another process writes, and leaves nothing out."""
+        busy: list[CorpusError] = []
 
         def work() -> None:
-            nonlocal is_busy
+            idle_only = corpus.is_idle_only
             try:
-                idle_only = corpus.is_idle_only
                 with self._pace.turn(self._closing, idle_only, self._wants_hurry) as turn:
                     if not idle_only:
                         turn.wait()
-                    corpus.make(chunk, turn)
+                    corpus.make(run, turn)
+            except CorpusError as error:
+                busy.append(error)
+                return
+            for chunk in run:
                 corpus.note_computed(chunk)
                 self._unchecked.append((chunk, corpus.note_made))
-            except CorpusError:
-                is_busy = True
 
-        error = self._try(corpus.encoder, chunk, "the KV of chunk %s is not stored", work)
-        if error is not None:
-            self._unchecked.append((chunk, partial(corpus.leave_out, error=error)))
-        if self._has_enough(corpus) or error is not None:
-            self._check_made(corpus)
-        return not is_busy
+        error = self._try(corpus.encoder, run[0], "the KV of chunk %s is not stored", work)
+        if error is not None and len(run) == 1:
+            self._unchecked.append((run[0], partial(corpus.leave_out, error=error)))
+        return error or next(iter(busy), None)
 
     def _wants_hurry(self) -> bool:
         """Whether the next slice is taken beside answers. Half of the time is left to them."""

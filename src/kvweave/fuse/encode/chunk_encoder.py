@@ -147,6 +147,11 @@ class ChunkEncoder:
         return self._context
 
     @property
+    def pass_rows(self) -> int:
+        """How many rows of chunks are computed together, at most."""
+        return CPU_PASS_ROWS if self.decoder.device.type == "cpu" else PASS_ROWS
+
+    @property
     def preamble_ids(self) -> tuple[int, ...]:
         """What stands in front of every chunk this encoder computes."""
         return self._context.preamble_ids
@@ -312,8 +317,7 @@ class ChunkEncoder:
     def _encode(
         self, todo: Sequence[Chunk], job: "EncodeJob", tell: OnEncoded | None, pace: Pace | None
     ) -> None:
-        rows = PASS_ROWS if self.decoder.device.type != "cpu" else CPU_PASS_ROWS
-        for run in passes([len(chunk.token_ids) for chunk in todo], rows):
+        for run in passes([len(chunk.token_ids) for chunk in todo], self.pass_rows):
             batch = [todo[i] for i in run]
             num_rows = sum(len(chunk.token_ids) for chunk in batch)
             prefix = self._prefix_in_turns(job.context_ids, pace)
