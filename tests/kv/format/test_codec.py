@@ -149,6 +149,22 @@ def test_unknown_codecs_and_dtypes_are_refused_by_name() -> None:
         dtype_name(torch.float64)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 63, 130])
+@pytest.mark.parametrize("codec", CODECS)
+def test_layers_encoded_together_have_the_bytes_of_layers_one_by_one(
+    codec: str, num_tokens: int
+) -> None:
+    layers, how = make_layers(num_tokens=num_tokens), open_codec(codec)
+    shape = LayerShape(*layers[0].k.shape, dtype_name(layers[0].k.dtype))
+    one_by_one = torch.empty(len(layers), how.num_bytes(shape), dtype=torch.uint8)
+    for kv, row in zip(layers, one_by_one, strict=True):
+        how.encode(kv, row)
+    padded = torch.zeros(len(layers), -(-how.num_bytes(shape) // 4096) * 4096, dtype=torch.uint8)
+    how.encode_joined(layers, padded[:, : how.num_bytes(shape)])
+    assert torch.equal(padded[:, : how.num_bytes(shape)], one_by_one)
+    assert not padded[:, how.num_bytes(shape) :].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_gpu_encodes_and_decodes_like_a_cpu(codec: str) -> None:

@@ -29,6 +29,7 @@ from kvweave.kv.format.memory import Memory, new_memory
 
 SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
 TOGETHER = 2**20  # keys of the layers that are decoded together, at most
+ENCODED_TOGETHER = 2**25  # keys of the layers that a device encodes together: 128 MiB as float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,14 +122,18 @@ def pack_chunk(
     memory = new_memory(plan.total_bytes, pinned=False)  # zeroed: so is the padding
     for name, section in plan.extras.items():
         memory.view[section.offset : section.offset + section.size_bytes] = extras[name]
-    for kv, section in zip(layers, plan.layers, strict=True):
-        assert kv.k.shape == kv.v.shape == first.shape, "layers of one chunk are alike"
-        target = memory.tensor[section.offset : section.offset + size]
+    rows = memory.tensor[plan.layers[0].offset :].view(len(layers), -1)  # with their padding
+    together = 1  # on a CPU a layer stays in the cache
+    if first.device.type != "cpu":
+        together = max(1, ENCODED_TOGETHER // first.numel())
+    for start in range(0, len(layers), together):
+        run, target = layers[start : start + together], rows[start : start + together]
+        assert all(kv.k.shape == kv.v.shape == first.shape for kv in run), "layers are alike"
         if first.device.type == "cpu":
-            coder.encode(kv, target)
+            coder.encode_joined(run, target[:, :size])
         else:
-            encoded = torch.empty(size, dtype=torch.uint8, device=first.device)
-            coder.encode(kv, encoded)
+            encoded = torch.zeros(target.shape, dtype=torch.uint8, device=first.device)
+            coder.encode_joined(run, encoded[:, :size])
             target.copy_(encoded)
     header, raw = seal_header(plan, memory.view)
     memory.view[: len(raw)] = raw
