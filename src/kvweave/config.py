@@ -188,6 +188,7 @@ class EngineSettings(ConfigSection):
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there
     prompts_per_step: Count | None = unset("2")  # fused ones between two tokens of an answer
     copy_tokens: Count0 | None = unset("15 on a CPU, else 0")  # guessed from the passages at once
+    exact: bool | None = unset("off")  # on a GPU, bits that no other request changes
     recorded_rows: Count0 | None = unset("128")  # decode steps up to this are CUDA graphs; 0: none
 
 

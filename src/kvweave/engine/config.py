@@ -66,6 +66,9 @@ class EngineConfig:
     # tokens of an answer that are guessed from what its request has read, and computed in one step
     # with the one that is due (drafts.py); 0: none; None: 15 on a CPU, none elsewhere
     copy_tokens: int | None = None
+    # on a GPU sums have one order, whatever is computed beside them (kernels/fixed_order.py): exact
+    # answers have the bits of full prefill's, as they have on a CPU. For the whole process
+    exact: bool = False
     idle_s: float = 5.0  # the thread ends after so long without work, and starts again with it
 
     def __post_init__(self) -> None:
@@ -113,4 +116,6 @@ def for_device(cfg: EngineConfig, device_type: str) -> EngineConfig:
         left["share_chunks"] = device_type == "cuda" and find_spec("triton") is not None
     if cfg.overlap_steps is None:
         left["overlap_steps"] = device_type == "cuda"
+    if cfg.exact:  # recorded steps cut the keys of a row by how many rows there are
+        left["recorded_rows"] = 0
     return replace(cfg, **left)

@@ -35,6 +35,7 @@ from kvweave.engine.worker import Pulse, Worker
 from kvweave.errors import EngineClosed, RequestError
 from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.recordings import recordings_of
+from kvweave.kernels.fixed_order import fix_order
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tree import KnowledgeTree, TreeTier
@@ -69,6 +70,8 @@ class Engine:
         """`cost_s` is the time of a prefill, by which the knowledge tree prices what it keeps:
         `price` brings a measured one. `pool` and `runner` are made from `cfg` unless given."""
         self.cfg = for_device(cfg or EngineConfig(), decoder.device.type)
+        if self.cfg.exact:
+            fix_order()
         if pool is None:
             pool = make_pool(self.cfg, decoder)
         if runner is None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.kernels.dispatch import find_compiled
+from kvweave.kernels.fixed_order import is_fixed, multiply_in_blocks
 from kvweave.kernels.native import operators as in_c
 from kvweave.kernels.native.library import CompiledLibrary
 
@@ -46,6 +47,8 @@ class Linear:
         if (library := self._find_compiled(x, out)) is not None:
             y = x.new_empty(len(x), len(self.weight)) if out is None else out
             return in_c.multiply_floats(library, x, self.weight, self.bias, y, add=False)
+        if is_fixed(x):
+            return multiply_in_blocks(x, self.weight, self.bias, out)
         if out is None:
             return F.linear(x, self.weight, self.bias)
         if self.bias is None:
@@ -55,6 +58,9 @@ class Linear:
     def add_to(self, h: Tensor, x: Tensor) -> None:
         if (library := self._find_compiled(x, h)) is not None:
             in_c.multiply_floats(library, x, self.weight, self.bias, h, add=True)
+            return
+        if is_fixed(x):
+            h.add_(multiply_in_blocks(x, self.weight, self.bias, None))
             return
         h.addmm_(x, self.weight.t())
         if self.bias is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvweave.kernels.dispatch import is_hopper
+from kvweave.kernels.fixed_order import is_fixed
 from kvweave.kernels.gpu.row_plan import (
     Bounds,
     Limits,
@@ -162,7 +163,7 @@ def _is_causal(q: Tensor, positions: Tensor, segment: Segment) -> bool:
     On Hopper ours is faster there too (bench/gpu/attention.py, 100 %).
     """
     num = segment.end - segment.start
-    if num < CAUSAL_ROWS or num != len(q) or segment.key_positions is not None:
+    if num < CAUSAL_ROWS or num != len(q) or segment.key_positions is not None or is_fixed(q):
         return False
     if int(positions[0]) != 0 or int(positions[-1]) != num - 1 or num > len(segment.keys):
         return False
@@ -216,8 +217,9 @@ def attend(
     if _hopper_can(q, kv, group, longest):
         plan = _cache.plans.find(limits, bounds, _hopper_tiling(q, kv, group), q.device)
         return _attend_hopper(q, kv, plan, scale, out)
-    how = choose(q.dtype, q.shape[-1], group, longest)
-    at_once = how.per_core * cores(q.device)
+    how = choose(q.dtype, q.shape[-1], group, FEW_ROWS + 1 if is_fixed(q) else longest)
+    # one at a time: each has time for all of its keys, and no tile is cut
+    at_once = 1 if is_fixed(q) else how.per_core * cores(q.device)
     evenness = 1 if longest <= FEW_ROWS else 2
     tiling = Tiling(how.block_m // group, how.block_n, kv_heads, at_once, evenness)
     plan = _cache.plans.find(limits, bounds, tiling, q.device)
@@ -295,7 +297,10 @@ def _hopper_can(q: Tensor, kv: LaunchKV, group: int, longest: int) -> bool:
 
 
 def _is_for_hopper(q: Tensor) -> bool:
-    """Whether the device, the precision of q and Triton's Gluon are those of `hopper.py`."""
+    """Whether the device, the precision of q and Triton's Gluon are those of `hopper.py`, which
+    cuts a row's keys by how many rows there are."""
+    if is_fixed(q):
+        return False
     is_half = q.dtype in (torch.float16, torch.bfloat16)
     return q.is_cuda and is_hopper(q.device) and is_half and triton.__version__.startswith(GLUON)
 
