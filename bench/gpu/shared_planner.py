@@ -127,7 +127,7 @@ class PlannedWorld:
         full_ms = self._full(request) if full_first else 0.0
         started_s = time.perf_counter()
         planned, plan = self._plan(request)
-        recorded = self._lessons.num_recorded()
+        recorded = self._lessons.num_first_times()
         carried_out = self._carried_out(request, plan)
         planning_ms = (time.perf_counter() - started_s) * 1e3
         ticket = self._engine.submit(carried_out)

@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.kernels.host import on_device
@@ -30,6 +31,8 @@ MOST_ROWS = 512  # beyond, computing takes longer than ordering
 # are prompts, and would push each other out.
 MOST_FRONT = 192
 KEPT = 8  # recordings per decoder
+# cuDNN is left out: it plans every shape anew, which takes up to a second
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 Found = dict[int, tuple[Tensor, Tensor]]  # layer to q [U, Hq, D], k [U, Hk, D], both turned
 
@@ -221,8 +224,9 @@ def _question(
         keys = torch.cat([front[layer, 0], k]) if in_front else k
         values = torch.cat([front[layer, 1], projected.v]) if in_front else projected.v
         query, key, value = (x.transpose(0, 1)[None] for x in (q, keys, values))
-        o = F.scaled_dot_product_attention(
-            query, key, value, seen, is_causal=seen is None, enable_gqa=True
-        )
+        with sdpa_kernel(BACKENDS):
+            o = F.scaled_dot_product_attention(
+                query, key, value, seen, is_causal=seen is None, enable_gqa=True
+            )
         h = decoder.finish(layer, h, o[0].transpose(0, 1))
     return found

@@ -1,4 +1,5 @@
-"""When recording a CUDA graph fails: what is given up, and for how long.
+"""What happens once on a GPU: kernels are compiled, steps recorded as CUDA graphs. And when such a
+recording fails: what is given up, and for how long.
 
 Want of memory says something about one size at one moment: that size is left alone for a while and
 tried again. Any other failure (an operation that cannot be recorded, a kernel that does not
@@ -15,7 +16,18 @@ import torch
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_first_launches: list[str] = []  # names of kernels, once for every sort of arguments
 PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
+
+
+def note_first_launch(kernel: str) -> None:
+    """Note that a kernel was launched with arguments of a new sort: it may have been compiled."""
+    _first_launches.append(kernel)
+
+
+def num_first_launches() -> int:
+    """How often that was so far. Any thread."""
+    return len(_first_launches)
 
 
 class Refusals:

@@ -33,6 +33,7 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.selectors.strategies import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
+from kvweave.kernels.recording import note_first_launch
 from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
@@ -262,6 +263,29 @@ def test_an_answer_that_recorded_something_says_nothing_of_what_loading_costs(
         assert links[link].paid.shares == []
         assert ask(weave).explain.counts["reused"]  # type: ignore[union-attr]
         assert len(links[link].paid.shares) == 1
+
+
+def test_an_answer_for_which_a_kernel_was_launched_in_a_new_way_teaches_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been compiled: seconds that were taken for the price of every later prompt."""
+    world.calibrate(("reuse", 0.0, 0.0))
+    with world.open() as weave:
+        ingest_with_fronts(weave, *TEXTS)
+        world.set_machine()
+        machine = planning_of(weave).machine
+        record = StoredPrompt._record
+
+        def launching(*args: Any) -> FuseRecord:
+            note_first_launch("a kernel")
+            return record(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(StoredPrompt, "_record", launching)
+            assert ask(weave).explain.counts["reused"]  # type: ignore[union-attr]
+        assert machine.heard.fused == 0
+        assert ask(weave).explain.counts["reused"]  # type: ignore[union-attr]
+        assert machine.heard.fused == 1
 
 
 def test_what_others_should_wait_for_is_expected_by_codec(world: World, tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class Router:
         chosen = planner.plan(prompt, question.allowed, question.permission)
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         notes.why = planner.hint(chosen)
-        observe = partial(_observe, planner, chosen, planner.num_recorded(), notes)
+        observe = partial(_observe, planner, chosen, planner.num_first_times(), notes)
         made = Planned(chosen.prompt, request, notes, (observe,))
         return self._watch_for_audit(made, question, is_planned=True)
 
@@ -229,12 +229,12 @@ def _note(notes: AnswerNotes, ticket: Ticket) -> None:
 def _observe(
     planner: "AutoPlanner",
     chosen: "PromptPlan",
-    num_recorded: int,
+    first_times: int,
     notes: AnswerNotes,
     ticket: Ticket,
 ) -> None:
     """Keep what became of a plan, from which the planner learns."""
-    seen = planner.observe(chosen, ticket, num_recorded)
+    seen = planner.observe(chosen, ticket, first_times)
     notes.decision, notes.why = seen.decision, seen.why or notes.why
     _note(notes, ticket)
 

@@ -183,13 +183,13 @@ class AutoPlanner:
             return None
         return Reason.CALIBRATING if self._growing.is_growing else self._doubt
 
-    def num_recorded(self) -> int:
-        """Recordings that were tried so far."""
-        return self._lessons.num_recorded()
+    def num_first_times(self) -> int:
+        """What was done for the first time so far: see `Lessons`."""
+        return self._lessons.num_first_times()
 
-    def observe(self, planned: PromptPlan, ticket: Ticket, num_recorded: int) -> Observed:
-        """Learn from the prompt of a plan, which is through. `num_recorded`: recordings that were
-        tried before it was submitted."""
+    def observe(self, planned: PromptPlan, ticket: Ticket, first_times: int) -> Observed:
+        """Learn from the prompt of a plan, which is through. `first_times`: how many there were
+        before it was submitted."""
         plan, prompt, record, timeline = (
             planned.plan,
             planned.prompt,
@@ -205,7 +205,7 @@ class AutoPlanner:
         has_front = not prompt.history
         self._kv.saw(prompt.chunks, planned.elsewhere, prompt.as_of, has_front=has_front)
         with self._lock:
-            self._lessons.learn(plan, self._strategy(plan), record, ticket, num_recorded)
+            self._lessons.learn(plan, self._strategy(plan), record, ticket, first_times)
             num_returned = self._planner.num_returned(planned.request, plan)
             self._planner.record_answer(planned.request, plan, was_close=was_close)
         self._measured.keep_lessons()

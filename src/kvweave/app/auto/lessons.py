@@ -9,6 +9,7 @@ from kvweave.engine.request import Ticket
 from kvweave.fuse.record import JOINED, FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import Strategy
+from kvweave.kernels.recording import num_first_launches
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.lookup import Peek
 from kvweave.kv.store import KVStore
@@ -161,26 +162,27 @@ class Lessons:
         self._tiers = tiers
         self._planner = planner
 
-    def num_recorded(self) -> int:
-        """Recordings of what fused prompts play that were tried so far."""
-        return sum(refusals.num_tried for refusals in self._refusals)
+    def num_first_times(self) -> int:
+        """What was done for the first time so far and never again: recordings of what fused prompts
+        play that were tried, kernels that were launched in a new way."""
+        return num_first_launches() + sum(refusals.num_tried for refusals in self._refusals)
 
     def learn(
-        self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, num_recorded: int
+        self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, first_times: int
     ) -> None:
-        """A plan was carried out. `num_recorded` is of the time before it was."""
+        """A plan was carried out. `first_times`: how many there had been before it was. One more
+        took what no answer will pay again, so nothing is learnt."""
+        if first_times != self.num_first_times():
+            return
         if strategy.reuses == "all" and record.strategy != strategy.name:
             return  # a close call: computed twice, so what it took is the price of neither
         timeline, load = ticket.timeline, plan.chosen.load
         took_s = timeline.loading_s + timeline.computing_s
-        undisturbed = num_recorded == self.num_recorded() and not timeline.preempted
-        if undisturbed and not timeline.shared:
+        if not (timeline.preempted or timeline.shared):
             self._note_unpriced(plan, strategy, record, took_s)
         self.move_prices(strategy, record, took_s, beside=timeline.shared)
-        if load is None or not _came_as_planned(load.link, plan, record):
-            return
-        # and one that recorded something longer than the next one will
-        if not undisturbed:
+        is_as_planned = load is not None and _came_as_planned(load.link, plan, record)
+        if load is None or not is_as_planned or timeline.preempted:
             return
         if timeline.shared:  # its bytes came before its rows: what it waited for them is its own
             if record.way != JOINED:
