@@ -180,13 +180,9 @@ class AutoPlanner:
             return None
         return Reason.CALIBRATING if self._growing.is_growing else self._doubt
 
-    def num_first_times(self) -> int:
-        """What was done for the first time so far: see `Lessons`."""
-        return self._lessons.num_first_times()
-
     def observe(self, planned: PromptPlan, ticket: Ticket, first_times: int) -> Observed:
-        """Learn from the prompt of a plan, which is through. `first_times`: how many there were
-        before it was submitted."""
+        """Learn from the prompt of a plan, which is through. `first_times`: what
+        `num_first_times` said before it was submitted."""
         plan, prompt, record, timeline = (
             planned.plan,
             planned.prompt,
