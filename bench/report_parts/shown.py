@@ -192,6 +192,13 @@ SHOWN = (
             ),
             Figure("weave", "`weave` at 15 %", lambda r: times(r["speedup_15"])),
             Figure(
+                "auto",
+                "`auto`'s first token over full prefill's: host memory / warm / cold disk",
+                lambda r: listed(
+                    [f"{r['auto_over_full'][t]:.2f}" for t in ("host", "disk warm", "disk cold")]
+                ),
+            ),
+            Figure(
                 "published",
                 "CacheBlend / FusionRAG / QCFuse / ProphetKV at 15 %",
                 lambda r: listed([_cell(r, s) for s in PUBLISHED]),
