@@ -6,6 +6,7 @@ judged by its date, and the commit that brought the result is not held against i
 and not committed counts too, so that the answer is the same before and after a commit.
 """
 
+import shutil
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -16,6 +17,8 @@ from report_parts.figures import Run
 
 def why_unknown() -> str:
     """Why git cannot say it here, or nothing where it can."""
+    if shutil.which("git") is None:
+        return "there is no git here; install it to see which results are older than their code"
     if _git("rev-parse", "--is-inside-work-tree") != "true":
         return "this is no git checkout, so nobody knows what changed since a result was measured"
     if _git("rev-parse", "--is-shallow-repository") == "true":
