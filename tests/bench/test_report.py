@@ -32,7 +32,8 @@ def test_no_result_on_the_pages_is_older_than_its_code_without_saying_so() -> No
 
 
 def test_every_result_is_on_the_page_and_names_code_that_is_there() -> None:
-    assert sorted(result.file for result in SHOWN) == sorted(p.stem for p in RESULTS.glob("*.json"))
+    shown, kept = [result.file for result in SHOWN], [p.stem for p in RESULTS.glob("*.json")]
+    assert sorted(shown) == sorted(kept), "each has an entry in bench/report_parts/shown.py"
     assert set(results_page.table_of_benches()) == {result.file for result in SHOWN}
     for result in SHOWN:
         names = [figure.name for figure in result.figures]
