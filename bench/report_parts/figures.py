@@ -37,9 +37,11 @@ class Result(NamedTuple):
 
 @cache
 def runs_of(file: str) -> Sequence[Run]:
-    """All runs of a result file, oldest first."""
-    runs: list[Run] = read_results(RESULTS / f"{file}.json")["runs"]
-    return runs
+    """All runs of a result file, oldest first. The newest has as `summary` what the file says of
+    all of them together."""
+    found = read_results(RESULTS / f"{file}.json")
+    *earlier, newest = found.pop("runs")
+    return [*earlier, {**newest, "summary": found}]
 
 
 def show(result: Result, figure: Figure) -> Shown:
@@ -71,6 +73,11 @@ def only(run: Run, *, args: str = "", device: str = "", **config: Any) -> Run:
 def times(value: float) -> str:
     """A factor: 6.4×, 54×."""
     return f"{value:.0f}×" if value >= 20 else f"{value:.1f}×" if value >= 9.95 else f"{value:.2f}×"
+
+
+def of_full(ratio: float) -> str:
+    """A first token's time over that of full prefill."""
+    return f"{ratio:.2f} of its time"
 
 
 def percent(share: float) -> str:

@@ -40,7 +40,7 @@ FUSIONRAG = (
         "the same, end to end",
         "CPU, SmolLM2: skewed {product-cpu:skewed}, orders never seen {product-cpu:novel}; default "
         "model {product-cpu:skewed_default} and {product-cpu:novel_default}, at the gate's ratio; "
-        "H200 over HTTP {product-h200:8k} and {product-h200:32k} of full prefill's time",
+        "H200 over HTTP {product-h200:8k} and {product-h200:32k} (full prefill's)",
         "bench/product.py`, `bench/serve_gpu.py",
         "mixed, better on a CPU, worse through the server on a GPU",
     ),
@@ -296,8 +296,8 @@ QCFUSE = (
     Claim(
         "Fig. 13",
         "over 3 GB/s ProphetKV is slower than full prefill and QCFuse faster",
-        "time to choose follows the link by {bandwidth-h200:slope} (QCFuse / ProphetKV); first "
-        "token at 3 GB/s {bandwidth-h200:3gb}, at 1 GB/s {bandwidth-h200:1gb}",
+        "each second of loading costs choosing {bandwidth-h200:slope} s (QCFuse / ProphetKV); "
+        "first token at 3 GB/s {bandwidth-h200:3gb}, at 1 GB/s {bandwidth-h200:1gb}",
         "bench/bandwidth/run.py",
         "mixed, the slope is theirs, the crossing is not: at 3 GB/s full prefill is the fastest",
     ),
@@ -331,8 +331,8 @@ RAGCACHE = (
         "first token 1.2 to 4 times, throughput 1.3 to 2.1 times vLLM with Faiss",
         "over vLLM with its prefix cache: the same documents {product-cpu:vllm_again}, chat "
         "{product-cpu:vllm_chat}, orders never seen {product-cpu:vllm_novel}, of "
-        "which {prefill-cpu:rounded_arm} is 8 bits against its float32; over our own full prefill "
-        " exact prefixes serve {throughput-cpu:prefix} (CPU) and {throughput-h200:prefix} "
+        "which {prefill-cpu:rounded_arm} is 8 bits against its float32; over our own full "
+        "prefill exact prefixes serve {throughput-cpu:prefix} (CPU) and {throughput-h200:prefix} "
         "(H200)",
         "bench/product.py`, `bench/throughput/run.py",
         "better, on a CPU; throughput over vLLM is not had here",
@@ -436,13 +436,13 @@ RAGCACHE = (
         "scheduling takes 0.872 to 0.906 ms",
         "median / p99: {planner-cpu:p50}",
         "bench/planner.py",
-        "equal: ours is a plan alone, theirs updates a tree and reorders",
+        "equal, by the median: ours is a plan alone, theirs updates a tree and reorders",
     ),
     Claim(
         "section 6",
         "replication of hot nodes, retries",
-        "{fault_matrix-h200:served} faults of a device in the newest run, none of which gave a "
-        "wrong answer (docs/reliability.md); nothing is replicated",
+        "{fault_matrix-h200:faults} faults of a device, {fault_matrix-h200:wrong} wrong answers; "
+        "nothing is replicated",
         "bench/fault_matrix.py",
         "mixed, what is lost is computed again instead",
     ),

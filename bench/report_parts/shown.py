@@ -5,7 +5,7 @@ device. `measures` are git pathspecs: a result is older than its code when a com
 after the run. They name what a figure depends on, not everything that ran.
 """
 
-from report_parts.figures import Figure, Result, Run, listed, only, percent, pick, times
+from report_parts.figures import Figure, Result, Run, listed, of_full, only, percent, pick, times
 
 
 def code(*rooms: str) -> tuple[str, ...]:
@@ -131,12 +131,12 @@ SHOWN = (
                 "8k",
                 "8B shape, random weights, prompts of 6,900 tokens over HTTP: our median first "
                 "token over full prefill's",
-                lambda r: times(_shape(r)["20x400"]["p50_over_full"]),
+                lambda r: of_full(_shape(r)["20x400"]["p50_over_full"]),
             ),
             Figure(
                 "32k",
                 "… prompts of 27,000 tokens",
-                lambda r: times(_shape(r)["20x1600"]["p50_over_full"]),
+                lambda r: of_full(_shape(r)["20x1600"]["p50_over_full"]),
             ),
         ),
     ),
@@ -164,17 +164,17 @@ SHOWN = (
             Figure(
                 "all",
                 "our median first token over full prefill's, a quiet machine",
-                lambda r: times(only(r, load=0)["hour"]["ratio"]),
+                lambda r: of_full(only(r, load=0)["hour"]["ratio"]),
             ),
             Figure(
                 "second_half",
                 "… in the second half",
-                lambda r: times(only(r, load=0)["second_half"]["ratio"]),
+                lambda r: of_full(only(r, load=0)["second_half"]["ratio"]),
             ),
             Figure(
                 "busy",
                 "… beside two busy loops",
-                lambda r: times(only(r, load=2)["hour"]["ratio"]),
+                lambda r: of_full(only(r, load=2)["hour"]["ratio"]),
             ),
             Figure(
                 "first_fused",
@@ -318,7 +318,8 @@ SHOWN = (
         (
             Figure(
                 "slope",
-                "time to choose rows against time to load everything, per GB/s: QCFuse / ProphetKV",
+                "seconds later that rows are known, for each second that loading takes longer: "
+                "QCFuse / ProphetKV",
                 lambda r: listed(
                     [f"{r['selection_slope'][w]:.2f}" for w in ("qcfuse", "prophetkv")]
                 ),
@@ -892,7 +893,7 @@ SHOWN = (
         (
             Figure(
                 "ratio",
-                "time of ingest over the bare embedder's, median",
+                "time of the bare embedder over ingest's, median of six",
                 lambda r: times(r["results"]["ratio"]),
             ),
         ),
@@ -908,7 +909,7 @@ SHOWN = (
             ),
             Figure(
                 "kv",
-                "chunks whose KV was made meanwhile, in seconds",
+                "chunks whose KV was made meanwhile / in so long",
                 lambda r: listed([f"{r['kv']['chunks_done']:,} chunks", f"{r['ingest_s']:,.0f} s"]),
             ),
         ),
@@ -978,9 +979,21 @@ SHOWN = (
         code("serve", "engine", "app", "kv", "corpus"),
         (
             Figure(
-                "served",
-                "the newest run's faults (docs/reliability.md has all)",
-                lambda r: f"{len(r['faults']['rows'])}",
+                "faults",
+                "faults / kills / power cuts, all runs together",
+                lambda r: listed(
+                    [str(r["summary"][what]) for what in ("faults", "kills", "power_cuts")]
+                ),
+            ),
+            Figure(
+                "wrong",
+                "… wrong answers / lost documents / stuck requests",
+                lambda r: listed(
+                    [
+                        str(r["summary"][what])
+                        for what in ("wrong_answers", "lost_documents", "stuck_requests")
+                    ]
+                ),
             ),
         ),
     ),
@@ -988,11 +1001,8 @@ SHOWN = (
         "fault_matrix-h200",
         code("engine", "kernels/gpu"),
         (
-            Figure(
-                "served",
-                "the newest run's faults (docs/reliability.md has all)",
-                lambda r: f"{len(r['faults']['rows'])}",
-            ),
+            Figure("faults", "faults, all runs together", lambda r: str(r["summary"]["faults"])),
+            Figure("wrong", "… wrong answers", lambda r: str(r["summary"]["wrong_answers"])),
         ),
     ),
     Result(
