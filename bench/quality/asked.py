@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 from common.files import read_jsonl
 from kvweave.calibrate.answer_scores import normalise
 from kvweave.calibrate.case import Case
-from kvweave.calibrate.questions import Passage, PastTurn, QuestionRecord, make_case
+from kvweave.calibrate.questions import PastTurn, QuestionRecord, make_case
 from kvweave.text.tokenizer import Tokenizer
 from quality.kinds import NUM_CHUNKS, pieces_of
 
 MOST_TOKENS = 4000  # of a prompt
 
 # The examples are tuning records, their passages cut short.
-WORDS = """You answer questions from the passages you are given. Answer with the name, date, number \
-or few words that were asked for, and with nothing else: no sentence, no explanation.
+WORDS = """You answer questions from the passages you are given. Answer with the name, date, \
+number or few words that were asked for, and with nothing else: no sentence, no explanation.
 
 Example 1
 Piccoli fuochi
@@ -50,8 +50,8 @@ The Bulldog is a medium-sized breed of dog of English origin.
 Question: Which dog is native to France, the Basset Bleu de Gascogne or the Bulldog?
 Answer: Basset Bleu de Gascogne"""
 
-SENTENCES = """You answer questions from the passages you are given. Answer in one or two sentences \
-that say what the passages say, and add nothing of your own.
+SENTENCES = """You answer questions from the passages you are given. Answer in one or two \
+sentences that say what the passages say, and add nothing of your own.
 
 Example 1
 Moon phases
@@ -150,14 +150,14 @@ def _first_ids(path: Path, count: int) -> set[str]:
 
 
 def _drawn(name: str) -> Reader:
-    """A file of records with one gold passage each: others' passages beside it, in a drawn order."""
+    """A file of records with one gold passage each: others beside it, in a drawn order."""
 
     def read(data: Path, tokenizer: Tokenizer) -> Iterator[QuestionRecord]:
         raws = list(read_jsonl(data / name))
         pool = [raw["passages"][0] for raw in raws]
         for raw in _answered(raws):
             gold = raw["passages"][0]
-            rng = random.Random(raw["id"])  # noqa: S311 a sample, no secret
+            rng = random.Random(raw["id"])
             golds = [words for answer in raw["answers"] if (words := normalise(answer))]
             others: dict[str, dict[str, Any]] = {}
             for other in rng.sample(pool, 200):
@@ -176,9 +176,7 @@ def _drawn(name: str) -> Reader:
 
 def _turns(data: Path, tokenizer: Tokenizer) -> Iterator[QuestionRecord]:
     """MTRAG-UN's answerable turns that have some before them; their history is words alone."""
-    texts = {
-        (p["domain"], p["doc_id"]): p for p in read_jsonl(data / "mtrag/passages.jsonl.gz")
-    }
+    texts = {(p["domain"], p["doc_id"]): p for p in read_jsonl(data / "mtrag/passages.jsonl.gz")}
     for raw in _answered(read_jsonl(data / "mtrag/mtrag_un_reference_tasks.jsonl.gz")):
         *before, last = raw["history"]
         found = [texts[raw["domain"], doc] for doc in raw["contexts"]]
@@ -190,6 +188,7 @@ def _turns(data: Path, tokenizer: Tokenizer) -> Iterator[QuestionRecord]:
         )
         asked_now = {**raw, "question": last["text"]}
         yield replace(_record(tokenizer, asked_now, found), history=said)
+
 
 def _answered(raws: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Those with an answer to score by, each question once."""

@@ -28,8 +28,8 @@ LENGTHS = {"2k": 2000, "4k": 4000, "8k": 8000}
 CHUNK_TOKENS = range(120, 241)  # of the other text
 NUM_NEEDLES = 4
 NUM_VARIABLES = 5
-SYSTEM = """You find what is hidden in the passages you are given. Answer with the numbers or names \
-that were asked for, all of them, separated by commas, and with nothing else.
+SYSTEM = """You find what is hidden in the passages you are given. Answer with the numbers or \
+names that were asked for, all of them, separated by commas, and with nothing else.
 
 Example 1
 One of the special magic numbers for calm-river is: 4810273.
@@ -57,7 +57,7 @@ Words = tuple[list[str], list[str]]  # adjectives, nouns
 
 def make_asked(data: Path, tokenizer: Tokenizer, name: str, count: int) -> Asked:
     """The first `count` questions of a task at a length, "keys-4k" for example."""
-    task, _, length = name.partition("-")
+    length = name.partition("-")[2]
     lists = ("adjectivelist", "nounlist")
     words = tuple(
         sorted({raw["word"] for raw in read_jsonl(data / f"ruler_wordlists/{each}.jsonl.gz")})
@@ -66,7 +66,7 @@ def make_asked(data: Path, tokenizer: Tokenizer, name: str, count: int) -> Asked
     hay = _other_text(data, tokenizer)
     cases = []
     for number in range(count):
-        rng = random.Random(f"{name}:{number}")  # noqa: S311 a sample, no secret
+        rng = random.Random(f"{name}:{number}")
         hidden = TASKS[name](rng, (words[0], words[1]))
         record = _hide(rng, hidden, hay, LENGTHS[length])
         cases.append(make_case(tokenizer, record, SYSTEM))

@@ -3,9 +3,9 @@
 Greedy answers to questions with gold answers (asked.py; needles.py for RULER-like tasks), once by
 full prefill and once by each way of reuse, over chunk KV that was made on the spot. `auto` is what
 the packaged tables permit for a prompt of its shape: the cheapest strategy that passes the gate, a
-close call computed exactly, all that the gate refuses exact. Behind a system prompt that is not the
-default one the gate holds tables to half the bound: `auto-half` is what is served behind the prompts
-used here, `auto` what is served behind the default one, which takes more. In three steps:
+close call computed exactly, all that the gate refuses exact. Behind a system prompt of the user's
+own the gate holds tables to half the bound: `auto-half` is what is served behind the prompts used
+here, `auto` what is served behind the default one, which is more reuse. In three steps:
 
     python bench/quality/scored.py --data DATA --cases CASES              # prompts; no GPU
     python bench/quality/scored.py --cases CASES --device cuda --workers 8 --values VALUES
@@ -34,7 +34,7 @@ from kvweave.app.auto.facts import CalibratedGate
 from kvweave.calibrate.case import Case
 from kvweave.calibrate.encodings import ContextPrefixes, FixedContext
 from kvweave.calibrate.gate import BOUND
-from kvweave.calibrate.measure import extras_needed, Setting
+from kvweave.calibrate.measure import Setting, extras_needed
 from kvweave.calibrate.profiles import Profile, packaged_profile
 from kvweave.calibrate.questions import repeat_ids
 from kvweave.calibrate.trials import Trials, judge
@@ -116,6 +116,7 @@ def main() -> None:
             "asked": len(tasks),
         }
         kept.write(json.dumps(head) + "\n")
+        kept.flush()
         for line in run_all(Answers, args, tasks):
             kept.write(json.dumps(line) + "\n")
             kept.flush()

@@ -1,10 +1,10 @@
 """Scores of an answer against known ones, each from 0 to 1, the best over the known ones.
 
-    em         the same words: lower case, without punctuation, articles and extra space
-    f1         harmonic mean of precision and recall of those words
-    rouge_l    the same of the longest common subsequence of words, articles counted
-    contained  a known answer stands in the answer, word for word
-    all        of all known answers the share that stands in it (needles: RULER's string match)
+em         the same words: lower case, without punctuation, articles and extra space
+f1         harmonic mean of precision and recall of those words
+rouge_l    the same of the longest common subsequence of words, articles counted
+contained  a known answer stands in the answer, word for word
+all        of all known answers the share that stands in it (needles: RULER's string match)
 """
 
 import re
