@@ -9,7 +9,7 @@ here, `auto` what is served behind the default one, which is more reuse. In thre
 
     python bench/quality/scored.py --data DATA --cases CASES              # prompts; no GPU
     python bench/quality/scored.py --cases CASES --device cuda --workers 8 --values VALUES
-    python bench/quality/scored_table.py VALUES --device "NVIDIA H200" --out RESULT
+    python bench/quality/scored_table.py VALUES --out RESULT
 
 A way is [ENCODING/]STRATEGY[:RATIO]; the encoding is filler:4 where none is given. A run that is
 cut short has all ways of every question it asked, and as many questions of each set.
@@ -40,7 +40,7 @@ from kvweave.calibrate.questions import repeat_ids
 from kvweave.calibrate.trials import Trials, judge
 from kvweave.fuse.encode.chunk_pass import encode_prefix
 from kvweave.fuse.encode.contexts import context_filler, digest_ids, parse_variant, variant_name
-from kvweave.fuse.fuse import OrderedFusion, order_fusion
+from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.selectors.strategies import default_ratio, open_strategy, split_ratio
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import stitch
@@ -109,7 +109,7 @@ def main() -> None:
     count = 0
     with args.values.open("w") as kept:
         head = {
-            **result_header("quality_scored", args.device),
+            **result_header("quality_models", args.device),
             "model": args.model,
             "dtype": args.dtype,
             "ways": args.ways.split(","),
@@ -225,7 +225,7 @@ class Answers:
         ways = [FULL, *dict.fromkeys([*self.ways, *chosen])]
         trials = Trials(self.decoder, len(ways), case.num_tokens, style.max_tokens)
         fused = self.fuse_all(case, ways, trials)
-        first = torch.stack([each.passed.logits for each in fused])
+        first = torch.stack([each.logits for each in fused])
         best = first.float().topk(2).values
         leads = (best[:, 0] - best[:, 1]).tolist()
         ends = {*self.tokenizer.eos_ids, *(self.line_ends if style.is_line else ())}
@@ -260,8 +260,8 @@ class Answers:
         followed = trials.follow(first, answer)
         return [judge(followed[0], each, answer) for each in followed]
 
-    def fuse_all(self, case: Case, ways: Sequence[Way], trials: Trials) -> list[OrderedFusion]:
-        """Prefill a trial by each way. Nothing waits for the device in between."""
+    def fuse_all(self, case: Case, ways: Sequence[Way], trials: Trials) -> list[Fused]:
+        """Prefill a trial by each way."""
         front = (
             encode_prefix(self.decoder, case.front)
             if case.history
@@ -281,7 +281,7 @@ class Answers:
                 source = sources[way.encoding]
             request = exact if way == FULL else stored
             stitched = stitch(self.decoder, request, front, source, trials.kv(i))
-            made.append(order_fusion(stitched, strategy, way.ratio))
+            made.append(fuse(stitched, strategy, way.ratio))
         return made
 
     def prepare(self, case: Case, ways: Sequence[Way]) -> ComputedChunks:

@@ -1,6 +1,8 @@
-"""How much worse are answers with reuse, by the known answers? The table of what scored.py wrote.
+"""How much worse are answers with reuse, by the known answers: exact match, F1, ROUGE-L?
 
-    python bench/quality/scored_table.py VALUES --out bench/results/quality_models-h200.json
+The table of what scored.py wrote:
+
+    python bench/quality/scored_table.py VALUES… --out bench/results/quality_models-h200.json
 
 Scores are in points of 100. `less` is a way's score less full prefill's on the same questions, with
 the 95 % interval of its mean over resampled questions. The set "all" has the questions of all sets
@@ -38,16 +40,30 @@ def main() -> None:
     parser.add_argument("--note", help="what the run was for")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    for path in args.values:
-        head, *lines = map(json.loads, path.read_text().splitlines())
-        result = {**head, **summarise(lines)}
-        if args.note:
-            result["note"] = args.note
-        show(result)
-        if args.out is not None:
-            save_run(__doc__, result, args.out, summary)
-        front = {key: value for key, value in result.items() if key not in ("rows", "ahead")}
-        print(json.dumps(front))
+    head, lines = read_values(args.values)
+    note = {} if args.note is None else {"note": args.note}
+    result = {**note, **head, "bench": "quality_models", **summarise(lines)}
+    show(result)
+    if args.out is not None:
+        save_run(__doc__, result, args.out, summary)
+    print(json.dumps({key: x for key, x in result.items() if key not in ("rows", "ahead")}))
+
+
+def read_values(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a run says of itself, and its questions: of several files by one model on one machine,
+    as if they were one. A last line that was cut short is left out."""
+    heads, questions = [], []
+    for path in paths:
+        *texts, last = path.read_text().split("\n")
+        head, *lines = map(json.loads, texts)
+        if last:
+            print(f"{path.name}: the last line is cut short and left out")
+        heads.append(head)
+        questions += lines
+    for name in ("model", "dtype", "device", "commit"):
+        if len({head[name] for head in heads}) > 1:
+            raise SystemExit(f"the files differ in {name}; make a table of each")
+    return heads[0], questions
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
