@@ -17,11 +17,11 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
@@ -74,7 +74,7 @@ def main() -> None:
     todo = [task for task in tasks if (task.set_name, task.number) not in done]
     count = 0
     with gzip.open(args.values, "at", encoding="utf-8") as kept:
-        for line in run_all(args, todo):
+        for line in run_all(Bench, args, todo):
             kept.write(json.dumps(line) + "\n")
             count += 1
             if count % 100 == 0:
@@ -205,16 +205,29 @@ def outcomes_of(line: dict[str, Any]) -> CaseOutcomes:
     return CaseOutcomes(line["tokens"], line["chunks"], None, found, line["noise"])
 
 
-def run_all(args: argparse.Namespace, tasks: list[Task]) -> Iterator[dict[str, Any]]:
-    """Outcomes of every question, from as many processes as asked for."""
+class Asks(Protocol):
+    """A loaded model that questions are put to. Made in each process, of the arguments."""
+
+    def __init__(self, args: argparse.Namespace) -> None: ...
+
+    def ask(self, task: Any) -> dict[str, Any]: ...
+
+
+def run_all(
+    make: type[Asks], args: argparse.Namespace, tasks: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """What came of every question, from as many processes as asked for."""
     if args.workers == 1:
-        bench = Bench(args)
-        yield from map(bench.ask, tasks)
+        bench, stop_s = make(args), time.perf_counter() + args.limit_s
+        for task in tasks:
+            if time.perf_counter() > stop_s:
+                break
+            yield bench.ask(task)
         return
     context = mp.get_context("spawn")
     queue = context.Queue()
     workers = [
-        context.Process(target=work, args=(args, tasks[i :: args.workers], queue))
+        context.Process(target=work, args=(make, args, tasks[i :: args.workers], queue))
         for i in range(args.workers)
     ]
     for worker in workers:
@@ -237,11 +250,11 @@ def run_all(args: argparse.Namespace, tasks: list[Task]) -> Iterator[dict[str, A
         worker.join()
 
 
-def work(args: argparse.Namespace, tasks: list[Task], queue: Any) -> None:
+def work(make: type[Asks], args: argparse.Namespace, tasks: Sequence[Any], queue: Any) -> None:
     try:
-        torch.set_num_threads(1)
-        bench = Bench(args)
         stop_s = time.perf_counter() + args.limit_s
+        torch.set_num_threads(1)
+        bench = make(args)
         for task in tasks:
             if time.perf_counter() > stop_s:
                 break

@@ -69,7 +69,7 @@ def _few(name: str) -> Reader:
             others = [i for i, p in enumerate(every) if not p["is_supporting"]]
             taken = sorted(needed + others[: max(0, NUM_CHUNKS - len(needed))])
             named = [(every[i]["title"], every[i]["text"]) for i in taken]
-            made.append(QuestionRecord(raw["question"], (), _pieces(tokenizer, named)))
+            made.append(QuestionRecord(raw["question"], (), pieces_of(tokenizer, named)))
         return made
 
     return read
@@ -80,7 +80,7 @@ def _conversations(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
     found: dict[tuple[str, int], QuestionRecord] = {}
     made = []
     for raw in read_jsonl(data / "mtrag/mtrag_qa_elser_top5.jsonl.gz"):
-        passages = _pieces(tokenizer, [(p["title"], p["text"]) for p in raw["passages"]])
+        passages = pieces_of(tokenizer, [(p["title"], p["text"]) for p in raw["passages"]])
         turn, talk = int(raw["turn"]), str(raw["conversation"])
         found[talk, turn] = QuestionRecord(raw["question"], (), passages[:NUM_CHUNKS])
         said = [PastTurn(asked, answer) for asked, answer in raw["history"]]
@@ -104,7 +104,7 @@ def _unanswerable(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
     own: list[tuple[Passage, ...]] = []
     for raw in raws:
         named = [texts[raw["domain"], doc] for doc in raw["contexts"]]
-        own.append(_pieces(tokenizer, named))
+        own.append(pieces_of(tokenizer, named))
         spare.setdefault(raw["domain"], []).extend(own[-1][:2])
     made = []
     for number, (raw, pieces) in enumerate(zip(raws, own, strict=True)):
@@ -158,10 +158,10 @@ def _fresh(passages: Sequence[Passage], said: Sequence[PastTurn]) -> tuple[Passa
 def _cut(tokenizer: Tokenizer, record: QuestionRecord) -> QuestionRecord:
     """The same with chunks as ingest would make them. Answers are not looked for."""
     named = [(p.title, p.text) for p in record.passages]
-    return QuestionRecord(record.question, (), _pieces(tokenizer, named))
+    return QuestionRecord(record.question, (), pieces_of(tokenizer, named))
 
 
-def _pieces(tokenizer: Tokenizer, named: Sequence[tuple[str, str]]) -> tuple[Passage, ...]:
+def pieces_of(tokenizer: Tokenizer, named: Sequence[tuple[str, str]]) -> tuple[Passage, ...]:
     chunker = Chunker(tokenizer)
     return tuple(
         Passage(text[chunk.start : chunk.end], title)
