@@ -63,7 +63,8 @@ def read_values(paths: Sequence[Path]) -> tuple[dict[str, Any], list[dict[str, A
     for name in ("model", "dtype", "device", "commit"):
         if len({head[name] for head in heads}) > 1:
             raise SystemExit(f"the files differ in {name}; make a table of each")
-    return heads[0], questions
+    ways = list(dict.fromkeys(way for head in heads for way in head["ways"]))
+    return {**heads[0], "ways": ways, "asked": sum(head["asked"] for head in heads)}, questions
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:

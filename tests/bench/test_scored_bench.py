@@ -12,7 +12,7 @@ import pytest
 from kvweave.calibrate.questions import Passage
 from kvweave.text.tokenizer import Tokenizer
 from quality import asked, needles, scored
-from quality.scored_table import serve, summarise
+from quality.scored_table import read_values, serve, summarise
 from quality.scores import contains, rouge_l, score, share_contained
 
 
@@ -72,6 +72,21 @@ def test_the_worst_set_counts_and_differences_are_those_of_the_same_questions() 
     mean, low, high = rows["b", "weave:0.15"]["less"]["f1"]
     assert low < mean == -50.0 < high
     assert rows["all", "weave:0.15"]["f1"] == 75.0
+
+
+def test_files_of_one_run_are_joined_and_a_line_that_was_cut_short_is_left_out(
+    tmp_path: Path,
+) -> None:
+    head = {"model": "m", "dtype": "bfloat16", "device": "d", "commit": "c", "asked": 2}
+    for name, ways, end in (("one", ["full", "auto"], ""), ("two", ["full"], '{"set": "b", "nu')):
+        texts = [json.dumps({**head, "ways": ways}), json.dumps({"set": name}), end]
+        (tmp_path / name).write_text("\n".join(texts))
+    found, lines = read_values([tmp_path / "one", tmp_path / "two"])
+    assert (found["ways"], found["asked"]) == (["full", "auto"], 4)
+    assert lines == [{"set": "one"}, {"set": "two"}]
+    (tmp_path / "two").write_text(json.dumps({**head, "ways": [], "dtype": "float32"}) + "\n")
+    with pytest.raises(SystemExit, match="differ in dtype"):
+        read_values([tmp_path / "one", tmp_path / "two"])
 
 
 def write_squad(data: Path) -> None:
