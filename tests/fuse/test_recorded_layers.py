@@ -15,7 +15,6 @@ from torch import Tensor
 from kvweave.fuse import probe
 from kvweave.fuse import recordings as recordings_module
 from kvweave.fuse.recorded_layers import (
-    ALL_SIZES,
     MOST_ROWS,
     GraphRecorder,
     LayerRecordings,
@@ -160,8 +159,8 @@ def test_what_was_computed_once_is_recorded_in_idle_time(
     h = torch.randn(5, decoder.spec.hidden_dim)
     want = climb(begun(recordings, decoder, h), num_layers, attended)
     assert recordings.kept == {16: 0}, "the first one computes plainly"
-    while recordings.kept[16] < num_layers:
-        assert recordings.record_ahead(decoder)
+    while recordings.record_ahead(decoder):
+        pass
     assert recordings.kept == {16: num_layers}
     found = climb(begun(recordings, decoder, h), num_layers, attended)
     assert recorder.recorded == recorder.played == num_layers
@@ -175,17 +174,16 @@ def test_other_numbers_of_rows_are_recorded_before_they_come(
 ) -> None:
     """A new number of rows would pay for its recordings inside a request otherwise."""
     recordings, num_layers = LayerRecordings(recorder), decoder.spec.num_layers
+    assert not recordings.record_near(decoder), "nothing was asked for"
     begun(recordings, decoder, torch.zeros(300, decoder.spec.hidden_dim))
-    order: list[int] = []
-    while recordings.record_ahead(decoder):
-        order += [rows for rows in recordings.kept if rows not in order]
-    assert recordings.kept == dict.fromkeys(ALL_SIZES, num_layers)
-    assert order[0] == 320, "what was computed is first"
-    assert abs(order[1] - 320) == abs(order[2] - 320) == 64, "and its neighbours are next"
+    while recordings.record_ahead(decoder) or recordings.record_near(decoder):
+        pass
+    assert recordings.kept == dict.fromkeys((192, 256, 320, 384, 448), num_layers)
+    assert next(reversed(recordings.kept)) == 320, "the one that was computed"
     before = recorder.recorded
-    attended = [torch.randn(70, decoder.spec.num_heads, decoder.spec.head_dim) for _ in range(9)]
+    attended = [torch.randn(240, decoder.spec.num_heads, decoder.spec.head_dim) for _ in range(9)]
     climb(
-        begun(recordings, decoder, torch.zeros(70, decoder.spec.hidden_dim)), num_layers, attended
+        begun(recordings, decoder, torch.zeros(240, decoder.spec.hidden_dim)), num_layers, attended
     )
     assert recorder.recorded == before
     assert recorder.played == num_layers

@@ -98,6 +98,7 @@ class Lifecycle:
             case ArrivedCopy():
                 self._prefixes.settle(message)
             case job:
+                self._warm_up.note_job()
                 job()
 
     def _update_ticket(self, ticket: Ticket) -> None:
@@ -160,9 +161,9 @@ class Lifecycle:
         sequence.progress.advance(num_rows)
         if was_sparse and sequence.progress.sparse is None:
             self.counts.add(f"fused_{JOINED}")
-        self.offer_to_tree(sequence)
         sequence.ticket.timeline.add_step(seconds, num_rows / all_rows)
         if result.logits is None:
+            self.offer_to_tree(sequence)
             return
         if sequence.ticket.record is None:
             is_fused = sequence.request.fused is not None
@@ -182,8 +183,9 @@ class Lifecycle:
         likeliest: Sequence[int | None],
         lead: float | None = None,
     ) -> None:
-        """Draw the next tokens of a request from its logits [W, V], as `TokenDrawer.draw` does, and
-        end the request if one was the last or could not be drawn."""
+        """Draw the next tokens of a request from its logits [W, V], as `TokenDrawer.draw` does.
+        Then offer the tree what is computed of its prompt, which the first token need not wait for,
+        and end the request if a token was the last or could not be drawn."""
         answered = sequence.answered
         try:
             is_over = self._drawer.draw(sequence, logits, likeliest, lead)
@@ -192,6 +194,7 @@ class Lifecycle:
             return
         if sequence.answered > answered:
             self.failed_in_row = 0
+        self.offer_to_tree(sequence)
         if is_over:
             self.end(sequence.ticket)
 

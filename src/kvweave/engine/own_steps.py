@@ -152,7 +152,6 @@ class OwnSteps:
         way = word_for_pass(own)
         own.fuse_record = replace(prefilled.record, way=way)
         own.finish_prompt()
-        lifecycle.offer_to_tree(own)
         lifecycle.counts.add(f"fused_{way}")
         if own.ticket.record is None:
             own.ticket.record = own.fuse_record
@@ -162,6 +161,8 @@ class OwnSteps:
                 likeliest = first.token_id
             lead = None if first is None else first.lead
             lifecycle.draw_tokens(own, prefilled.logits[None], [likeliest], lead)
+        else:
+            lifecycle.offer_to_tree(own)
 
     def _work_while_scoring(self, own: EngineSequence) -> None:
         """Use the time in which the device scores the rows of `own`: hand out the first token of

@@ -8,7 +8,8 @@ no request.
 
 Later idle moments are for recordings (CUDA graphs) of what requests have needed once: they come
 back, and the next one need not wait for it. Not right behind a request, though: whoever asks one
-thing after the other would wait for what may never be needed again.
+thing after the other would wait for what may never be needed again. What no request has needed yet
+is recorded last, once there are no jobs either.
 """
 
 import logging
@@ -37,6 +38,7 @@ TABLES = (torch.int64, torch.int32, torch.uint8)  # a kernel fetches tables in w
 LEAST_PAGE = 4  # tokens: a sequence over a shared chunk has three rows of its own
 MANY_KEYS = 2048  # so many are cut into pieces, whose answers are merged
 REST_S = 0.5  # without a request, before something is made
+JOB_REST_S = 1.0  # without a job, before what was never needed is recorded
 
 
 class WarmUp:
@@ -65,6 +67,7 @@ class WarmUp:
         is_needed = decoder.device.type == "cuda" and has_triton()
         self._left = passes[::-1] if is_needed else []
         self._from_s = 0.0  # by time.monotonic: nothing is made before
+        self._job_s = -JOB_REST_S  # when the last job came, by time.monotonic
         self._at_rest = not self._left  # nothing is left to be made, as far as is known
 
     @property
@@ -76,6 +79,10 @@ class WarmUp:
         """Note that a request has ended: there may be something new to make, a while from now."""
         self._from_s = time.monotonic() + REST_S
         self._at_rest = not (self._left or self._decoder.can_record)
+
+    def note_job(self) -> None:
+        """Note that others have work for the device: chunk KV to make, or a calibration."""
+        self._job_s = time.monotonic()
 
     @property
     def due_s(self) -> float | None:
@@ -97,7 +104,12 @@ class WarmUp:
         self._at_rest = True  # also if this fails
         recordings = recordings_of(self._decoder)
         made = self._runner.record_ahead() or recordings.record_ahead(self._decoder)
-        self._at_rest = not made
+        rested_s = time.monotonic() - self._job_s
+        if not made and rested_s >= JOB_REST_S:
+            made = recordings.record_near(self._decoder)
+        elif not made:
+            self._from_s = self._job_s + JOB_REST_S
+        self._at_rest = not made and rested_s >= JOB_REST_S
         return made
 
     def _compile(self, num_rows: int, num_before: int) -> None:

@@ -31,6 +31,12 @@ class Recordings:
         with torch.inference_mode():
             return self.probes.record_ahead(decoder) or self.layers.record_ahead(decoder)
 
+    def record_near(self, decoder: FusionDecoder) -> bool:
+        """Record one thing more that no request has needed yet, but one like the last ones will.
+        False: there is none."""
+        with torch.inference_mode():
+            return self.layers.record_near(decoder)
+
     @property
     def refusals(self) -> tuple[Refusals, ...]:
         return self.layers.refusals, self.probes.refusals

@@ -7,7 +7,7 @@ Shapes: R rows, Hq query heads, Hk KV heads, D head dim.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -113,11 +113,10 @@ class PagedBatchKV:
         self._turn = turn
         self._kvs = [rows.paged_kv for rows in batch]
         self._pool = self._kvs[0].pool
-        self._host_slots = [
-            s for rows, kv in zip(batch, self._kvs, strict=True) for s in kv.slots(rows.positions)
-        ]
+        pairs = zip(batch, self._kvs, strict=True)
+        self._host_slots = list(chain.from_iterable(kv.slots(rows.positions) for rows, kv in pairs))
         slots = self._host_slots
-        is_run = len(batch) == 1 and all(b - a == 1 for a, b in pairwise(slots))
+        is_run = len(batch) == 1 and slots == list(range(slots[0], slots[0] + len(slots)))
         self._slots = (
             slice(slots[0], slots[-1] + 1) if is_run else on_device(torch.tensor(slots), device)
         )
