@@ -76,11 +76,17 @@ def encoder(
 
 @pytest.fixture
 def half(identity: ModelIdentity, encoder: ChunkEncoder) -> Iterator[SchedulerHalf]:
-    """Looks into the encoder's disk."""
+    """Looks into the encoder's disk. `weave` where a request says nothing."""
+    yield from open_half(identity, encoder, reuse="weave")
+
+
+def open_half(
+    identity: ModelIdentity, encoder: ChunkEncoder, **settings: Any
+) -> Iterator[SchedulerHalf]:
     disk = next(slot.tier for slot in encoder.store.inventory.below)
     tiers = (HostTierConfig(1 << 20, pinned=False), DiskTierConfig(Path(disk.place), fsync=False))
-    settings = HostSettings(StoreSettings(), identity.preparation)
-    made = SchedulerHalf(settings, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
+    of = HostSettings(StoreSettings(), identity.preparation, **settings)
+    made = SchedulerHalf(of, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
     yield made
     made.close()
 

@@ -29,6 +29,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
+from kvweave.reasons import Reason
 
 SIZE, NUM_BLOCKS = 16, 40
 SPANS = ((8, 38), (38, 70), (75, 101))  # with a gap of five tokens
@@ -124,6 +125,18 @@ def test_a_share_of_the_rows_leaves_the_rest_as_stored(
     assert told["reused"] > 0 < told["recomputed"]
     last = len(blocks.caches) - 1
     assert (read(blocks, last) - truth(exact, last)).abs().max() > 1e-3
+
+
+def test_a_close_call_is_left_to_vllm(worker: WorkerHalf, blocks: Blocks) -> None:
+    made = order(ratio=0.2)
+    worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e3))]))
+    assert worker.take_report().fused == {"a": {"way": "exact", "why": Reason.CLOSE_CALL}}
+    assert worker.take_failed_blocks() == set(TABLE)
+    assert all((cache == 7.0).all() for cache in blocks.caches), "nothing was written"
+    worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e-9))]))
+    (told,) = worker.take_report().fused.values()
+    assert told["reused"] > 0
+    assert not worker.take_failed_blocks()
 
 
 def test_what_vllm_has_is_read_and_never_written(

@@ -40,10 +40,16 @@ class ModelIdentity:
     context: KeyContext  # without a preamble and a tenant
     preparation: Preparation
     texts: Texts
+    weights: str  # fingerprint: a profile is of these
+
+    @property
+    def encoding_context(self) -> str:
+        """What chunks are computed behind, as keys and calibration tables name it."""
+        return variant_name(self.preparation.variant, self.texts.filler)
 
     def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
         context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)
-        return ChunkNames(context, variant_name(self.preparation.variant, self.texts.filler))
+        return ChunkNames(context, self.encoding_context)
 
 
 class ChunkNames:
@@ -67,7 +73,8 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
     """Reads the model's folder. Raises ModelError or ConfigError for what kvweave cannot name."""
     folder = _folder(served)
     spec = read_spec(folder)
-    revision = revision_of(TensorFiles(folder).fingerprint(), spec, served.dtype)
+    weights = TensorFiles(folder).fingerprint()
+    revision = revision_of(weights, spec, served.dtype)
     if served.quantization is not None:  # rounds what the folder has: another function
         name = f"{revision}|vllm {served.quantization}"
         revision = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
@@ -80,7 +87,8 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
         preamble_ids=(),
         rope=repr(spec.rope),
     )
-    return ModelIdentity(spec, context, preparation, Texts.for_preparation(tokenizer, preparation))
+    texts = Texts.for_preparation(tokenizer, preparation)
+    return ModelIdentity(spec, context, preparation, texts, weights)
 
 
 def _folder(served: ServedModel) -> Path:

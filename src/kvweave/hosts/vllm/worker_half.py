@@ -74,8 +74,10 @@ class WorkerHalf:
             except Exception:  # whatever it was: vLLM computes what was not filled
                 log.exception("request %s could not be fused; it is computed", order.request_id)
                 self._store.metrics.count("vllm_fuse_failures_total")
-                self._failed_blocks.update(order.block_ids[self._num_had(order) :])
-                self._report.fused[order.request_id] = {"way": "failed"}
+                self._leave(order, {"way": "failed"})
+                continue
+            if record is None:
+                self._leave(order, {"way": "exact", "why": str(Reason.CLOSE_CALL)})
                 continue
             took_ms = (time.perf_counter() - started_s) * 1e3
             self._report.fused[order.request_id] = _reply_fields(record, took_ms)
@@ -109,7 +111,14 @@ class WorkerHalf:
         """Number of blocks in front that vLLM has."""
         return order.num_local // self._blocks.block_tokens
 
-    def _fuse(self, order: FuseOrder) -> FuseRecord:
+    def _leave(self, order: FuseOrder, told: dict[str, Any]) -> None:
+        """Leave a request to vLLM, which computes blocks that are reported."""
+        self._failed_blocks.update(order.block_ids[self._num_had(order) :])
+        self._report.fused[order.request_id] = told
+
+    def _fuse(self, order: FuseOrder) -> FuseRecord | None:
+        """Fill the blocks of a request. None: its first token was a close call, and nothing was
+        written."""
         if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
             raise RuntimeError("it begins with blocks that were not filled in this step")
         ids, wish, spec = order.token_ids, order.wish, self._identity.spec
@@ -134,7 +143,10 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
-            record = stored.prefill(self._decoder, frame, OwnRoom(kv), wish.ratio).record
+            made = stored.prefill(self._decoder, frame, OwnRoom(kv), wish.ratio)
+        record = made.record
+        if wish.close_call and made.lead < wish.close_call:
+            return None
         self._write(order, kv)
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:
