@@ -14,7 +14,8 @@ def parse(**given: Any) -> ReuseRequest | None:
 
 def test_a_request_without_spans_asks_for_nothing() -> None:
     assert (
-        parse_reuse_request({"do_remote_prefill": True}, 100, Defaults("weave", None, 0.02), 24) is None
+        parse_reuse_request({"do_remote_prefill": True}, 100, Defaults("weave", None, 0.02), 24)
+        is None
     )
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,17 @@ from kvweave.config import StoreSettings
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation
+from kvweave.hosts.vllm.auto_reuse import AutoReuse, AutoVerdict, PermittedReuse
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.orders import StepReport
+from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.scheduler_half import SchedulerHalf
 from kvweave.hosts.vllm.settings import HostSettings
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
 
 BLOCK = 16
 PREAMBLE = tuple(range(3, 11))
@@ -92,6 +96,15 @@ def open_half(
 
 
 @pytest.fixture
+def auto_half(
+    identity: ModelIdentity, encoder: ChunkEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SchedulerHalf]:
+    """With the default, of a model that was never calibrated."""
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    yield from open_half(identity, encoder)
+
+
+@pytest.fixture
 def stored(encoder: ChunkEncoder) -> None:
     """All chunks."""
     encoder.encode(as_chunks(CHUNKS))
@@ -138,6 +151,52 @@ def test_a_stored_prompt_is_filled_up_to_its_last_token(half: SchedulerHalf) -> 
         "kvweave": {"way": "fused", "stored": 4, "missing": 0, "reused": 7}
     }
     assert not half.is_owed
+
+
+@pytest.mark.usefixtures("stored")
+def test_auto_computes_a_model_exactly_that_was_never_calibrated(auto_half: SchedulerHalf) -> None:
+    request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
+    auto_half.plan_request(request)
+    assert auto_half.external_tokens(request, 0) == 0
+    assert request.block_hashes == plain.block_hashes, "it is exact, and may be found as such"
+    assert auto_half.take_counts() == {"way exact": 1, f"why {Reason.NO_PROFILE}": 1}
+    other = MadeRequest("c", IDS, wish(chunks=[[8, 37], [37, 128]]))
+    auto_half.plan_request(other)
+    for name in "ac":
+        told = auto_half.forget_request(name)
+        assert told is not None
+        assert (told["kvweave"]["way"], told["kvweave"]["why"]) == ("exact", Reason.NO_PROFILE)
+    assert not auto_half.is_owed, "chunk KV that nothing may use is not made"
+    named = MadeRequest("d", IDS, wish(reuse="weave"))
+    auto_half.plan_request(named)
+    assert auto_half.external_tokens(named, 0) == len(IDS) - 1
+
+
+@pytest.mark.usefixtures("stored")
+def test_auto_takes_what_computes_the_fewest_rows_of_what_is_permitted(
+    auto_half: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(_: AutoReuse, wish: ReuseRequest, ids: tuple[int, ...]) -> AutoVerdict:
+        made = [
+            PermittedReuse(replace(wish, reuse="weave", ratio=0.3, bound=None), 0.1),
+            PermittedReuse(replace(wish, reuse="epic", ratio=0.1, bound=None, close_call=0.2), 0.1),
+            PermittedReuse(replace(wish, reuse="reuse", ratio=0.0, bound=None), 0.7),
+        ]
+        return AutoVerdict(tuple(made), "", {"weave": 0.3, "epic": 0.1, "reuse": 0.0})
+
+    monkeypatch.setattr(AutoReuse, "judge", judge)
+    request = MadeRequest("a", IDS, wish())
+    auto_half.plan_request(request)
+    auto_half.order_fill(request, range(9), auto_half.external_tokens(request, 0))
+    (order,) = auto_half.take_orders([], False).fuse
+    assert (order.wish.reuse, order.wish.ratio, order.wish.close_call) == ("epic", 0.1, 0.2)
+    close = StepReport(fused={"a": {"way": "exact", "why": str(Reason.CLOSE_CALL)}})
+    auto_half.note_report(close)
+    assert auto_half.take_counts() == {"way exact": 1, f"why {Reason.CLOSE_CALL}": 1}
+    told = auto_half.forget_request("a")
+    assert told is not None
+    assert told["kvweave"]["why"] == Reason.CLOSE_CALL
+    assert told["kvweave"]["gate"] == {"weave": 0.3, "epic": 0.1, "reuse": 0.0}
 
 
 @pytest.mark.usefixtures("stored")

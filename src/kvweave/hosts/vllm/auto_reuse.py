@@ -65,8 +65,8 @@ class AutoReuse:
         if self._is_told:
             return
         self._is_told = True
-        context = self._identity.context
-        of = f"weights {self._identity.weights[:12]}, {context.dtype}, {self._identity.encoding_context}"
+        name, dtype = self._identity.weights[:12], self._identity.context.dtype
+        of = f"weights {name}, {dtype}, chunks behind {self._identity.encoding_context}"
         if self._doubt is not None:
             log.warning("reuse auto computes every prompt exactly: %s (%s)", self._doubt, of)
         else:

@@ -80,9 +80,7 @@ def read_settings(extra: Mapping[str, Any]) -> HostSettings:
             "inside vLLM there is no knowledge base to find neighbours in; use filler"
         )
     reuse, ratio = _reuse(config.quality.reuse)
-    return HostSettings(
-        config.store, preparation, reuse, ratio, config.quality.bound, making
-    )
+    return HostSettings(config.store, preparation, reuse, ratio, config.quality.bound, making)
 
 
 def _keys() -> dict[str, Key]:
