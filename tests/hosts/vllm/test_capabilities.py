@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.hosts.vllm.capabilities import config_complaints, refuse
+from kvweave.hosts.vllm.capabilities import cache_complaints, config_complaints, refuse
 
 
 def config(cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, **more: Any) -> Any:
@@ -36,6 +36,15 @@ def test_a_plain_configuration_is_taken(cache_dtype: str) -> None:
 def test_a_kv_cache_of_another_dtype_is_refused_by_name(cache_dtype: str) -> None:
     with pytest.raises(ConfigError, match=f"{cache_dtype}.*--kv-cache-dtype at auto"):
         refuse(config_complaints(config(cache_dtype)))
+
+
+def test_weights_that_bring_an_fp8_cache_along_are_refused_by_name() -> None:
+    def layers(*kept: torch.dtype) -> list[Any]:
+        return [SimpleNamespace(attn=SimpleNamespace(kv_cache_torch_dtype=each)) for each in kept]
+
+    assert cache_complaints(layers(torch.bfloat16, torch.bfloat16), torch.bfloat16) == []
+    (words,) = cache_complaints(layers(torch.bfloat16, torch.float8_e4m3fn), torch.bfloat16)
+    assert "float8_e4m3fn; say --kv-cache-dtype bfloat16" in words
 
 
 def test_all_complaints_stand_in_one_line() -> None:

@@ -5,6 +5,7 @@ its tokenizer. Both halves read them by themselves, so no name travels between p
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ class ServedModel(NamedTuple):
     name: str  # a folder or a hub id
     revision: str | None
     dtype: torch.dtype
-    quantization: str | None  # that vLLM applies while it loads
+    quantization: str | None  # of its weights: in the folder, or applied while vLLM loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,12 @@ class ChunkNames:
 def identify(served: ServedModel, preparation: Preparation, codec: str) -> ModelIdentity:
     """Reads the model's folder. Raises ModelError or ConfigError for what kvweave cannot name."""
     folder = _folder(served)
-    spec = read_spec(folder)
-    weights = TensorFiles(folder).fingerprint()
+    packed = served.quantization is not None
+    spec = read_spec(folder, packed=packed)
+    weights = TensorFiles(folder, packed=packed).fingerprint()
     revision = revision_of(weights, spec, served.dtype)
-    if served.quantization is not None:  # rounds what the folder has: another function
-        name = f"{revision}|vllm {served.quantization}"
+    if packed:  # KV is stored as it is computed: its name is all that says how weights were rounded
+        name = f"{revision}|vllm {served.quantization}{_packing(folder)}"
         revision = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     tokenizer = Tokenizer(folder)
     context = KeyContext(
@@ -89,6 +91,12 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
     )
     texts = Texts.for_preparation(tokenizer, preparation)
     return ModelIdentity(spec, context, preparation, texts, weights)
+
+
+def _packing(folder: Path) -> str:
+    """How the weights of a folder are packed, as its config.json has it; "": they are not."""
+    told = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    return f"|{json.dumps(told, sort_keys=True)}" if told else ""
 
 
 def _folder(served: ServedModel) -> Path:
