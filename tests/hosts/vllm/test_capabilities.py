@@ -30,6 +30,7 @@ def config(cache_dtype: str = "auto", dtype: torch.dtype = torch.bfloat16, **mor
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16"])
 def test_a_plain_configuration_is_taken(cache_dtype: str) -> None:
     assert config_complaints(config(cache_dtype)) == []
+    assert config_complaints(config(cache_dtype, lora_config=object())) == []
 
 
 @pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "float16"])
@@ -49,6 +50,8 @@ def test_weights_that_bring_an_fp8_cache_along_are_refused_by_name() -> None:
 
 def test_all_complaints_stand_in_one_line() -> None:
     parallel = SimpleNamespace(tensor_parallel_size=4)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4.*fp8.*LoRA") as found:
-        refuse(config_complaints(config("fp8", parallel_config=parallel, lora_config=object())))
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4.*fp8.*draft") as found:
+        speculative = SimpleNamespace(method="eagle")
+        every = {"parallel_config": parallel, "speculative_config": speculative}
+        refuse(config_complaints(config("fp8", **every)))
     assert "\n" not in str(found.value)

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.load import load_decoder
 from kvweave.reasons import Reason
+from worlds.lora import make_adapter
 
 BLOCK = 16
 PREAMBLE = tuple(range(3, 11))
@@ -271,6 +273,39 @@ def test_what_the_worker_made_counts_as_stored(
     assert half.external_tokens(request, 0) == len(ids) - 1
 
 
+@pytest.mark.usefixtures("stored")
+def test_an_adapter_has_chunk_kv_of_its_own(
+    half: SchedulerHalf, identity: ModelIdentity, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter(chat_model_folder, tmp_path / "adapter", seed=1)
+    request = MadeRequest("a", IDS, wish())
+    request.lora_request = SimpleNamespace(lora_int_id=3, lora_path=str(folder))
+    half.plan_request(request)
+    assert half.external_tokens(request, 0) == 0
+    told = half.forget_request("a")
+    assert told is not None
+    assert told["kvweave"]["missing"] == 4, "what the bare model has is not its own"
+    (encode,) = half.take_orders([], True).encode
+    assert encode.lora is not None
+    assert encode.lora.number == 3
+    adapted = identity.with_lora(encode.lora)
+    names = adapted.names(PREAMBLE, "")
+    made = [names.exact_key(CHUNKS[0]), *map(names.key, CHUNKS[1:])]
+    half.note_report(StepReport(settled={encode.number}, made=list(made)))
+    again = MadeRequest("b", IDS, wish())
+    again.lora_request = request.lora_request
+    half.plan_request(again)
+    half.order_fill(again, range(9), half.external_tokens(again, 0))
+    (order,) = half.take_orders([], False).fuse
+    assert order.lora == encode.lora
+    auto = MadeRequest("c", IDS, wish(reuse="auto"))
+    auto.lora_request = request.lora_request
+    half.plan_request(auto)
+    told = half.forget_request("c")
+    assert told is not None
+    assert told["kvweave"]["why"] == Reason.NOT_CALIBRATED
+
+
 def test_what_the_worker_lost_is_looked_for_and_made_again(
     half: SchedulerHalf, identity: ModelIdentity
 ) -> None:
@@ -307,7 +342,8 @@ def test_blocks_that_another_writes_in_this_step_are_not_read(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lora_request": object()}, "LoRA"),
+        ({"lora_request": SimpleNamespace(lora_int_id=1, lora_path="gone")}, "LoRA"),
+        ({"lora_request": SimpleNamespace(load_inplace=True)}, "replaced in place"),
         ({"mm_features": [1]}, "images"),
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "session"),

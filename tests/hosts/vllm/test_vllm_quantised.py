@@ -14,7 +14,7 @@ from worlds.vllm_server import apart, running_vllm, valley_prompt, wish_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
-SAME = 0.15  # of logprobs: bfloat16 rounds what 30 layers hand on
+SAME = 0.1  # of logprobs: float16 rounds what 30 layers hand on
 
 
 def test_packed_weights_are_fused_and_named_apart(
@@ -22,7 +22,7 @@ def test_packed_weights_are_fused_and_named_apart(
 ) -> None:
     folder = make_gptq_folder(smollm2, tmp_path / "gptq")
     prompt = valley_prompt(tokenizer, "Who mends the nets?", (3, 5, 0, 2, 9, 1))
-    flags = ("--enforce-eager", "--dtype", "bfloat16")
+    flags = ("--enforce-eager", "--dtype", "float16")
     with running_vllm(tmp_path, folder, None, *flags) as vllm:
         exact = vllm.ask(prompt.token_ids, cache_salt="cold")
         every = vllm.ask(prompt.token_ids, wish_of(prompt, ratio=1.0, missing="encode"))
@@ -35,7 +35,7 @@ def test_packed_weights_are_fused_and_named_apart(
     stored = {p.name for p in (tmp_path / "kv").rglob("*") if p.stat().st_size > 100_000}
     packed, plain = (
         identify(
-            ServedModel(str(where), None, torch.bfloat16, quantization),
+            ServedModel(str(where), None, torch.float16, quantization),
             Preparation.parse("filler"),
             "raw",
         )

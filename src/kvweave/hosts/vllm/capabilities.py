@@ -45,8 +45,6 @@ def config_complaints(config: Any) -> list[str]:
             f"the KV cache is {kept!r}, and chunk KV is written as the model computes it; "
             "leave --kv-cache-dtype at auto"
         )
-    if config.lora_config is not None:
-        found.append("LoRA is on, and chunk KV belongs to one set of weights")
     speculative = config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) != "ngram":
         found.append("speculative decoding has a draft model whose KV nobody would fill")

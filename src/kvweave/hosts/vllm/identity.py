@@ -16,6 +16,7 @@ import torch
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import ISOLATED, variant_name
 from kvweave.fuse.encode.preparation import Preparation, Texts
+from kvweave.hosts.vllm.lora import Adapter
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import revision_of
@@ -47,6 +48,14 @@ class ModelIdentity:
     def encoding_context(self) -> str:
         """What chunks are computed behind, as keys and calibration tables name it."""
         return variant_name(self.preparation.variant, self.texts.filler)
+
+    def with_lora(self, lora: Adapter | None) -> "ModelIdentity":
+        """The same weights with an adapter on them: another model to whoever looks for chunk KV."""
+        if lora is None:
+            return self
+        name = f"{self.context.model}|lora {lora.digest}"
+        model = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        return replace(self, context=replace(self.context, model=model))
 
     def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
         context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)

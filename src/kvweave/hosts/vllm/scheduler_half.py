@@ -25,6 +25,7 @@ from kvweave.fuse.request import State
 from kvweave.fuse.strategy import Strategy
 from kvweave.hosts.vllm.auto_reuse import AutoReuse, PermittedReuse
 from kvweave.hosts.vllm.identity import ModelIdentity
+from kvweave.hosts.vllm.lora import Adapter, AdapterNames
 from kvweave.hosts.vllm.orders import (
     EncodeOrder,
     ForgetOrder,
@@ -87,6 +88,7 @@ class RequestPlan:
     told: dict[str, Any] = field(default_factory=dict)  # more that the reply says
     preamble_ids: Ids = ()
     tenant: str = ""
+    lora: Adapter | None = None
 
 
 class RowCount(NamedTuple):
@@ -125,6 +127,7 @@ class SchedulerHalf:
         self._next_order = 0
         self._counts: Counter[str] = Counter()  # since they were last taken
         self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
+        self._adapters = AdapterNames()
         self._auto = AutoReuse(identity)
         if settings.reuse == AUTO:
             self._auto.tell()
@@ -176,6 +179,7 @@ class SchedulerHalf:
         token_ids = tuple(request.prompt_token_ids or ())
         num_local = plan.num_tokens - 1 - num_external
         order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
+        order = replace(order, lora=plan.lora)
         self._orders.fuse.append(order)
 
     def forget_request(self, request_id: str) -> dict[str, Any] | None:
@@ -253,7 +257,9 @@ class SchedulerHalf:
         wish = parse_reuse_request(params, len(ids), defaults, num_layers)
         if wish is None:
             return RequestPlan("refused", f"{NAME} is null; leave it out")
-        stored = self._find_stored(wish, ids)
+        adapted = getattr(request, "lora_request", None)
+        lora = None if adapted is None else self._adapters.name(adapted)
+        stored = self._find_stored(wish, ids, lora)
         chunks = [part for part in wish.parts() if part.is_chunk]
         missing = [part for part, is_there in zip(chunks, stored, strict=True) if not is_there]
         owed: tuple[list[Ids], list[Ids]] = ([], [])
@@ -266,6 +272,7 @@ class SchedulerHalf:
             told={"stored": len(chunks) - len(missing), "missing": len(missing)},
             preamble_ids=ids[: wish.preamble],
             tenant=wish.tenant,
+            lora=lora,
         )
         rows = self._count_rows(request, wish, missing, len(ids))
         if wish.reuse == AUTO:
@@ -279,6 +286,9 @@ class SchedulerHalf:
         self, plan: RequestPlan, wish: ReuseRequest, ids: Ids, rows: RowCount
     ) -> RequestPlan:
         """Plan with what calibration lets through."""
+        if plan.lora is not None:  # nobody has calibrated these weights
+            why = str(Reason.NOT_CALIBRATED)
+            return replace(plan, reason=why, why=why, owed=([], []))
         verdict = self._auto.judge(wish, ids)
         if verdict.gate:
             plan.told["gate"] = verdict.gate
@@ -304,7 +314,7 @@ class SchedulerHalf:
         if fewest > min(WORTH * rows.plain, rows.plain - LEAST_SAVED) and not wish.is_encoded_first:
             why = f"{Reason.FUSING_IS_DEARER}: {fewest:,.0f} rows beside {rows.plain:,}"
             return replace(plan, reason=Reason.FUSING_IS_DEARER, why=why)
-        salt = hashlib.sha256(repr((wish, ids)).encode()).digest()
+        salt = hashlib.sha256(repr((wish, ids, plan.lora)).encode()).digest()
         return replace(plan, way="fused", wish=wish, salt=salt)
 
     def _forget(self, chunk_ids: tuple[str, ...]) -> None:
@@ -314,9 +324,10 @@ class SchedulerHalf:
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
-    def _find_stored(self, wish: ReuseRequest, ids: Ids) -> list[bool]:
+    def _find_stored(self, wish: ReuseRequest, ids: Ids, lora: Adapter | None) -> list[bool]:
         """Whether each chunk's KV is in some tier."""
-        names = self._identity.names(ids[: wish.preamble], wish.tenant)
+        identity = self._identity.with_lora(lora)
+        names = identity.names(ids[: wish.preamble], wish.tenant)
         keys = []
         for part in wish.parts():
             if part.is_chunk:
@@ -350,7 +361,7 @@ class SchedulerHalf:
 
     def _owe(self, plan: RequestPlan) -> None:
         """Have what was missing encoded, unless that is ordered already."""
-        names = self._identity.names(plan.preamble_ids, plan.tenant)
+        names = self._identity.with_lora(plan.lora).names(plan.preamble_ids, plan.tenant)
         ordered = {key for keys in self._owed.values() for key in keys}
         todo: list[tuple[Ids, ...]] = []
         keys: list[ChunkKey] = []
@@ -363,7 +374,7 @@ class SchedulerHalf:
             self._next_order += 1
             number = self._next_order
             self._owed[number] = keys
-            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1])
+            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1], plan.lora)
             self._orders.encode.append(order)
 
     @staticmethod
@@ -382,8 +393,6 @@ def _unfit(request: ServedRequest, ids: Ids) -> str | None:
         return "prompt embeddings cannot be fused"
     if getattr(request, "mm_features", None):
         return "images and audio cannot be fused"
-    if getattr(request, "lora_request", None) is not None:
-        return "a LoRA request cannot be fused"
     if getattr(request, "resumable", False):
         return "a streaming-input session cannot be fused"
     if not hasattr(request, "_block_hasher"):
