@@ -50,8 +50,8 @@ def test_weights_that_bring_an_fp8_cache_along_are_refused_by_name() -> None:
 
 def test_all_complaints_stand_in_one_line() -> None:
     parallel = SimpleNamespace(tensor_parallel_size=4)
+    speculative = SimpleNamespace(method="eagle")
+    every = config("fp8", parallel_config=parallel, speculative_config=speculative)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4.*fp8.*draft") as found:
-        speculative = SimpleNamespace(method="eagle")
-        every = {"parallel_config": parallel, "speculative_config": speculative}
-        refuse(config_complaints(config("fp8", **every)))
+        refuse(config_complaints(every))
     assert "\n" not in str(found.value)

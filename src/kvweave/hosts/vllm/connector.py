@@ -173,13 +173,8 @@ class KvweaveConnector(KVConnectorBase_V1):
         spec = self._identity.spec
         blocks = KVBlocks(caches, writers, self._block_tokens, spec.head_dim)
         store = KVStore(self._settings.store_config())
-        self._worker = WorkerHalf(
-            VllmDecoder(model, spec),
-            blocks,
-            store,
-            self._identity,
-            partial(VllmDecoder, model, spec),
-        )
+        decoder_with = partial(VllmDecoder, model, spec)  # an adapter
+        self._worker = WorkerHalf(decoder_with(), blocks, store, self._identity, decoder_with)
         tiers = ", ".join(slot.name for slot in store.inventory.slots)
         log.info(
             "kvweave fuses in %s: chunk KV %s behind %s in %s; blocks are %s",

@@ -178,8 +178,9 @@ class SchedulerHalf:
             return
         token_ids = tuple(request.prompt_token_ids or ())
         num_local = plan.num_tokens - 1 - num_external
-        order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
-        order = replace(order, lora=plan.lora)
+        order = FuseOrder(
+            request.request_id, token_ids, plan.wish, tuple(block_ids), num_local, lora=plan.lora
+        )
         self._orders.fuse.append(order)
 
     def forget_request(self, request_id: str) -> dict[str, Any] | None:
