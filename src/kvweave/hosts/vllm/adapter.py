@@ -57,7 +57,8 @@ class VllmDecoder:
         attention = each.self_attn
         fused = self._product(attention.qkv_proj, self._norm(h, each.input_layernorm))
         fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = fused.split_with_sizes(heads, dim=1)
         if spec.qk_norm:
             q, k = self._norm(q, attention.q_norm), self._norm(k, attention.k_norm)
         return QKV(q, k, v)
