@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom results lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -53,6 +53,9 @@ fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); w
 
 sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with versions and licences (CycloneDX)
 	$(BIN)/python .ci/sbom.py --out build/sbom.json
+
+results: $(VENV)/.dev  ## write docs/results.md and docs/coverage.md from bench/results
+	$(BIN)/python bench/report.py
 
 # torch, and what it brings, stay out: their hashes are those of the index that an image is built with
 lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with hashes

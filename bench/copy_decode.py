@@ -79,7 +79,8 @@ def main() -> None:
     args = parse_args()
     found: dict[str, Any] = {"models": {}}
     for model in args.model or ["qwen2.5-coder-0.5b"]:
-        with Weave.open(model=model) as weave:
+        with Weave.open(model=model, device=args.device, dtype=args.dtype) as weave:
+            device = weave.runtime.decoder.device.type
             found["models"][model] = run_model(weave, args)
     kinds = [each for kinds in found["models"].values() for each in kinds.values()]
     over = [each for each in kinds if each["batch"] == 1 and each["kind"] not in ("free", "drawn")]
@@ -88,14 +89,18 @@ def main() -> None:
     found["copy_over_plain"] = round(statistics.median(each["over_plain"] for each in over), 3)
     found["worst_over_plain"] = min(each["over_plain"] for each in kinds)
     config = {"answers": args.answers, "max_tokens": args.max_tokens, "batches": args.batches}
+    config |= {"dtype": args.dtype, "copy_tokens": args.copy_tokens}
     show(found)
-    finish(__doc__, {**result_header("copy_decode", "cpu"), "config": config, **found}, args.out)
+    finish(__doc__, {**result_header("copy_decode", device), "config": config, **found}, args.out)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of the data sets")
     parser.add_argument("--model", action="append", help="repeatable; the default model if none")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--copy-tokens", type=int, help="at a time; as it is by default")
     parser.add_argument("--kind", action="append", choices=list(KINDS), help="repeatable; all")
     parser.add_argument("--answers", type=int, default=12, help="of each kind")
     parser.add_argument("--skip", type=int, default=0, help="that many records of each set")
@@ -111,7 +116,7 @@ def run_model(weave: Weave, args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     with (
         Engine(decoder, EngineConfig(copy_tokens=0, tree_share=0.9)) as plain,
-        Engine(decoder, EngineConfig(tree_share=0.9)) as copying,
+        Engine(decoder, EngineConfig(copy_tokens=args.copy_tokens, tree_share=0.9)) as copying,
     ):
         for kind in args.kind or KINDS:
             for batch in map(int, args.batches.split(",")):

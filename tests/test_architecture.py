@@ -97,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
         *("fuse/selectors", "ingest", "plan", "calibrate", "app", "app/library", "app/auto"),
         *("app/audit", "app/answer", "app/libraries", "serve", "serve/access"),
         *("serve/observe", "serve/routes", "gateway", "clients"),
+        "kernels/native",  # whether there is a compiler
     },
     "clients": set(),
 }

@@ -25,6 +25,7 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts
+from kvweave.kernels.recording import num_first_times
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import KeyContext
 from kvweave.kv.lookup import Residency
@@ -127,7 +128,7 @@ class PlannedWorld:
         full_ms = self._full(request) if full_first else 0.0
         started_s = time.perf_counter()
         planned, plan = self._plan(request)
-        recorded = self._lessons.num_first_times()
+        recorded = num_first_times()
         carried_out = self._carried_out(request, plan)
         planning_ms = (time.perf_counter() - started_s) * 1e3
         ticket = self._engine.submit(carried_out)

@@ -321,6 +321,27 @@ def test_a_question_over_whole_chunks_is_played_as_it_is_computed(
     assert count_refusals(recorded.refusals)["recordings_failed"] == 0
 
 
+def test_the_rows_of_a_draft_are_played(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    request = plain(ids(random.Random(9), 30), max_tokens=60)
+    wanted = [choice.token_id for choice in alone(decoder, request)]
+    engine, recorded = watched_engine(decoder, replace(SMALL, copy_tokens=7))
+    with engine:
+        for _ in range(3):
+            assert tokens(engine.submit(request)) == wanted
+        stats = engine.stats()
+    assert stats["tokens_copied"] > 0, "a random model repeats itself"
+    assert {2, 4, 8} & set(recorded.sizes), "sizes that one request has with a draft alone"
+    assert recorded.num_played > len(wanted)
+
+
+def test_many_rows_of_one_sequence_are_not_taken_for_a_draft(decoder: Decoder) -> None:
+    pool = make_pool(decoder)
+    for num_rows, is_single in ((8, True), (9, False)):
+        prompt = Rows(range(num_rows), range(num_rows), PagedKV(pool, [0, 1, 2]), [num_rows - 1])
+        assert (one_by_one([prompt]) is not None) is is_single
+
+
 def test_more_chunks_than_a_recording_has_room_for_are_decoded_plainly(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from kvweave.fuse import probe
 from kvweave.fuse import recordings as recordings_module
 from kvweave.fuse.recorded_layers import (
+    ALL_SIZES,
     MOST_ROWS,
     GraphRecorder,
     LayerRecordings,
@@ -159,13 +160,35 @@ def test_what_was_computed_once_is_recorded_in_idle_time(
     h = torch.randn(5, decoder.spec.hidden_dim)
     want = climb(begun(recordings, decoder, h), num_layers, attended)
     assert recordings.kept == {16: 0}, "the first one computes plainly"
-    while recordings.record_ahead(decoder):
-        pass
+    while recordings.kept[16] < num_layers:
+        assert recordings.record_ahead(decoder)
     assert recordings.kept == {16: num_layers}
     found = climb(begun(recordings, decoder, h), num_layers, attended)
     assert recorder.recorded == recorder.played == num_layers
     for mine, theirs in zip(found, want, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@torch.inference_mode()
+def test_other_numbers_of_rows_are_recorded_before_they_come(
+    decoder: Decoder, recorder: type[Again]
+) -> None:
+    """A new number of rows would pay for its recordings inside a request otherwise."""
+    recordings, num_layers = LayerRecordings(recorder), decoder.spec.num_layers
+    begun(recordings, decoder, torch.zeros(300, decoder.spec.hidden_dim))
+    order: list[int] = []
+    while recordings.record_ahead(decoder):
+        order += [rows for rows in recordings.kept if rows not in order]
+    assert recordings.kept == dict.fromkeys(ALL_SIZES, num_layers)
+    assert order[0] == 320, "what was computed is first"
+    assert abs(order[1] - 320) == abs(order[2] - 320) == 64, "and its neighbours are next"
+    before = recorder.recorded
+    attended = [torch.randn(70, decoder.spec.num_heads, decoder.spec.head_dim) for _ in range(9)]
+    climb(
+        begun(recordings, decoder, torch.zeros(70, decoder.spec.hidden_dim)), num_layers, attended
+    )
+    assert recorder.recorded == before
+    assert recorder.played == num_layers
 
 
 def begun(recordings: LayerRecordings, decoder: Decoder, h: Tensor) -> RecordedSteps:

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import knobs
 
 from kvweave.kernels.gpu.quick import QuickKernel, quick
-from kvweave.kernels.recording import num_first_launches
+from kvweave.kernels.recording import num_first_times
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,12 +60,12 @@ def test_a_launch_that_was_seen_before_does_not_ask_triton(monkeypatch: pytest.M
     monkeypatch.setattr(type(add_strided._kernel), "run", lambda *a, **k: asked.append(a))
     torch.testing.assert_close(launch(x, 1, 3.0), x + 3)
     assert not asked
-    before = num_first_launches()
+    before = num_first_times()
     launch(x, 1, 4.0)
-    assert num_first_launches() == before
+    assert num_first_times() == before
     launch(x.double(), 1, 3.0)
     assert asked, "another type is another kernel"
-    assert num_first_launches() == before + 1
+    assert num_first_times() == before + 1
 
 
 def test_a_profiler_hears_of_every_launch() -> None:

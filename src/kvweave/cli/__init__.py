@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "config": "kvweave.cli.config",
     "demo": "kvweave.cli.demo",
     "docs": "kvweave.cli.docs",
+    "doctor": "kvweave.cli.doctor",
     "gateway": "kvweave.cli.gateway",
     "ingest": "kvweave.cli.ingest",
     "kb": "kvweave.cli.kb",
@@ -28,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "models": "kvweave.cli.models",
     "plan": "kvweave.cli.plan",
     "serve": "kvweave.cli.serve",
+    "why": "kvweave.cli.why",
 }
 
 

@@ -210,7 +210,7 @@ def _open_store(store: Path, *, sweep: bool = False) -> Tier:
     the settings name."""
     if str(store) in REMOTE and not store.exists():
         return _open_remote(str(store))
-    folders = _folders_of(store)
+    folders = kv_folders(store)
     if not folders:
         raise ConfigError(f"{store} holds no chunk KV; give the folder `kvweave ingest` wrote to")
     if len(folders) > 1:
@@ -219,7 +219,7 @@ def _open_store(store: Path, *, sweep: bool = False) -> Tier:
     return DiskTier(DiskTierConfig(folders[0]), sweep=sweep)
 
 
-def _folders_of(store: Path) -> list[Path]:
+def kv_folders(store: Path) -> list[Path]:
     """Folders of chunk KV: this one, or those of the knowledge base that it is."""
     candidates = [store, store / "kv"]
     with suppress(OSError, ValueError, KeyError):  # else all of it lies in the knowledge base
@@ -252,7 +252,7 @@ def _resolve(tier: Tier, text: str) -> ChunkKey:
     return matches[0]
 
 
-def _header_of(tier: Tier, key: ChunkKey) -> Header | None:
+def header_of(tier: Tier, key: ChunkKey) -> Header | None:
     """The header of an object; None if it went away. Raises as `parse_header` does."""
     reader = tier.open(key)
     if reader is None:
@@ -279,7 +279,7 @@ def _describe(tier: Tier, stored: StoredObject) -> dict[str, Any]:
         **dict.fromkeys(("tokens", "layers", "codec", "dtype")),
     }
     try:
-        header = _header_of(tier, stored.key)
+        header = header_of(tier, stored.key)
     except TierError as error:
         return {**row, "codec": _kind_of(error)}
     if header is not None:
@@ -290,7 +290,7 @@ def _describe(tier: Tier, stored: StoredObject) -> dict[str, Any]:
 
 def _is_foreign(tier: Tier, stored: StoredObject) -> bool:
     try:
-        _header_of(tier, stored.key)
+        header_of(tier, stored.key)
     except TierForeign:
         return True
     except TierError:

@@ -67,6 +67,14 @@ class ServerClient:
         body = {"messages": list(messages), "stream": True, **fields}
         yield from self._events("POST", "/v1/chat/completions", json.dumps(body).encode())
 
+    def answers(self) -> list[Reply]:
+        """The last answers that the server keeps, newest first."""
+        return list(self._json("GET", "/v1/answers")["answers"])
+
+    def answer(self, answer_id: str) -> Reply:
+        """All that is known of one, by the id of its chat completion."""
+        return self._json("GET", f"/v1/answers/{quote(answer_id, safe='')}")
+
     # ── knowledge bases ──────────────────────────────────────────────────────
 
     def kbs(self) -> list[Reply]:

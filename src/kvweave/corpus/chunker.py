@@ -16,7 +16,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from textwrap import shorten
 from typing import TYPE_CHECKING, NamedTuple
@@ -44,6 +44,11 @@ LIKELY_CHARS = 5  # per token: a text no longer than that is tried as one chunk 
 
 def make_chunk_id(token_ids: Sequence[int]) -> ChunkId:
     """Equal tokens, equal id, on every machine: a hash of the ids as little-endian uint32."""
+    return _make_chunk_id(tuple(token_ids))
+
+
+@lru_cache(maxsize=1024)  # an answer asks for each of its chunks' ids several times
+def _make_chunk_id(token_ids: tuple[int, ...]) -> ChunkId:
     data = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return ChunkId(hashlib.blake2b(data, digest_size=16).hexdigest())
 

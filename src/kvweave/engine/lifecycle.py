@@ -23,7 +23,7 @@ from kvweave.engine.stats import EngineCounts, exact_record, joined_record
 from kvweave.engine.warm_up import WarmUp
 from kvweave.errors import NoDeviceMemory
 from kvweave.fuse.record import JOINED
-from kvweave.kernels.recording import is_out_of_memory
+from kvweave.kernels.recording import is_out_of_memory, num_first_times
 
 # What other threads post to the engine thread: a ticket that is new, released or cancelled, the end
 # of a load or of a copy to host memory, or a job to run between two steps
@@ -56,6 +56,7 @@ class Lifecycle:
         self.sequences: dict[Ticket, EngineSequence] = {}
         self.counts = EngineCounts()
         self._drafts = Drafts(copy_tokens)
+        self._first_times = num_first_times()
         self._drawer = TokenDrawer(scheduler, pages, self.counts, self._drafts)
         self.failed_in_row = 0  # requests that failed since the last token was drawn
 
@@ -139,7 +140,11 @@ class Lifecycle:
         """Take in what a common step computed: rows, and logits of the requests that are through
         with theirs."""
         all_rows = sum(result.slice.num_rows for result in output.results)
-        if all(result.slice.sequence.progress.needed == 1 for result in output.results):
+        before, self._first_times = self._first_times, num_first_times()
+        is_usual = before == self._first_times  # else it took what no step will take again
+        if is_usual and all(
+            result.slice.sequence.progress.needed == 1 for result in output.results
+        ):
             self._drafts.observe_step(len(output.results), all_rows, output.seconds)
         for result in output.results:
             self._finish_slice(result, output.seconds, all_rows)

@@ -1,10 +1,10 @@
 """The steps between attentions, recorded as CUDA graphs: one order each instead of seven or more.
 
 A layer of some hundred rows is computed before the host has given its orders. What stands between
-two attentions is the same for every request of about as many rows: it is recorded behind the first
-one, in idle time, or by the second one, step by step as it goes, and every later one plays it. Rows
-are filled up to a multiple: rows do not look at each other here, so those behind a pass's own
-change nothing.
+two attentions is the same for every request of about as many rows. From the first pass on all
+numbers of rows are recorded in idle time; a number that comes back before its turn is recorded
+step by step as the pass goes. Rows are filled up to a multiple: rows do not look at each other
+here, so those behind a pass's own change nothing.
 
 All recordings of a decoder work on one set of buffers and one pool of memory: one pass at a time.
 
@@ -13,7 +13,7 @@ head dim.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -35,6 +35,9 @@ def padded_rows(num_rows: int) -> int | None:
     step = FEW_STEP if num_rows <= FEW_ROWS else STEP
     padded = -(-num_rows // step) * step
     return padded if 0 < padded <= MOST_ROWS else None
+
+
+ALL_SIZES = frozenset(filter(None, map(padded_rows, range(1, MOST_ROWS + 1))))
 
 
 class StepBuffers(NamedTuple):
@@ -180,18 +183,29 @@ class LayerRecordings:
         size.plays.get(layer, work)()
 
     def record_ahead(self, decoder: FusionDecoder) -> bool:
-        """Record one step more of what was computed before, while no pass is under way. False:
-        there is none, or it cannot be."""
-        for size in reversed(self._sizes.values()):
+        """Record one step more, while no pass is under way: of numbers of rows that were computed
+        before, then of those near the latest. False: there is none, or it cannot be."""
+        if self.buffers is None:
+            return False
+        if self._recorder is None:
+            is_paused = self.refusals.is_paused(MOST_ROWS)
+            return not is_paused and self._open_recorder(decoder)
+        for size in self._sizes_to_record():
             missing = [at for at in range(decoder.spec.num_layers) if at not in size.plays]
-            if missing and self.buffers is not None and not self.refusals.is_paused(size.rows):
-                if self._recorder is None:
-                    return self._open_recorder(decoder)
-                work = partial(
-                    compute_step, decoder, self.buffers.first_rows(size.rows), missing[0]
-                )
+            if missing and not self.refusals.is_paused(size.rows):
+                rows = self.buffers.first_rows(size.rows)
+                work = partial(compute_step, decoder, rows, missing[0])
                 return self._record(decoder, size, missing[0], work)
         return False
+
+    def _sizes_to_record(self) -> Iterator[_RecordedSize]:
+        yield from list(reversed(self._sizes.values()))
+        latest = next(reversed(self._sizes))
+        for rows in sorted(ALL_SIZES, key=lambda rows: abs(rows - latest)):
+            if rows not in self._sizes:
+                self._sizes[rows] = _RecordedSize(rows)
+                self._sizes.move_to_end(rows, last=False)
+                yield self._sizes[rows]
 
     def _open_recorder(self, decoder: FusionDecoder) -> bool:
         if self._recorder is None and self.buffers is not None:
@@ -211,8 +225,7 @@ class LayerRecordings:
 
     @property
     def kept(self) -> dict[int, int]:
-        """Numbers of rows that are kept, the latest used last, and how many steps of each are
-        recorded."""
+        """Numbers of rows, the latest used last, and how many steps of each are recorded."""
         return {rows: len(size.plays) for rows, size in self._sizes.items()}
 
 

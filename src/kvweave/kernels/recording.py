@@ -16,18 +16,20 @@ import torch
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_first_launches: list[str] = []  # names of kernels, once for every sort of arguments
+_first_times: list[str] = []  # what was done
 PAUSE = 1024  # wishes for a size that had no memory, before it is tried again
 
 
-def note_first_launch(kernel: str) -> None:
-    """Note that a kernel was launched with arguments of a new sort: it may have been compiled."""
-    _first_launches.append(kernel)
+def note_first_time(what: str) -> None:
+    """Note that something is done which takes longer than it ever will again: a kernel is launched
+    with arguments of a new sort and perhaps compiled, a step is computed that will be recorded, or
+    is recorded."""
+    _first_times.append(what)
 
 
-def num_first_launches() -> int:
+def num_first_times() -> int:
     """How often that was so far. Any thread."""
-    return len(_first_launches)
+    return len(_first_times)
 
 
 class Refusals:
@@ -52,6 +54,7 @@ class Refusals:
             self._pauses[num_rows] = left - 1
             return False
         self.num_tried += 1
+        note_first_time(self._what)
         return True
 
     def is_paused(self, num_rows: int) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvweave.kernels.attention import KERNEL_DTYPES
 from kvweave.kernels.dispatch import has_triton
-from kvweave.kernels.recording import Refusals
+from kvweave.kernels.recording import Refusals, note_first_time
 from kvweave.kernels.rope import rotate
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool, PagedKV
@@ -42,6 +42,7 @@ from kvweave.model.step_attention import (
 
 STEP = 8  # rows between two sizes of large batches
 FEW_ROWS, WIDE_STEP = 64, 32  # and of those beyond so many
+FEW_ROWS_OF_ONE = 8  # of one sequence, each of which reads all its keys for itself
 MOST_OWN_KEYS = 1 << 16  # that rows of one prompt read one by one, each for itself
 
 
@@ -55,7 +56,8 @@ class StepResult(NamedTuple):
 def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
     """The rows of a step one by one, if a recorded step can compute them so: each sees what stands
     before it all the same. Those of a prompt over shared chunks can, behind all of them: each chunk
-    is read once for all, and their own rows are few. None: they cannot."""
+    is read once for all, and their own rows are few. So can those of a draft, which are few
+    anyway. None: they cannot."""
     singles: list[Rows] = []
     for rows in batch:
         kv, num_rows = rows.kv, len(rows.token_ids)
@@ -64,7 +66,7 @@ def one_by_one(batch: Sequence[Rows]) -> list[Rows] | None:
         if num_rows == 1:
             singles.append(rows)
             continue
-        if not kv.chunks or rows.positions[0] < kv.chunks_end:
+        if rows.positions[0] < kv.chunks_end or not (kv.chunks or num_rows <= FEW_ROWS_OF_ONE):
             return None
         if num_rows * (rows.positions[-1] - kv.num_shared) > MOST_OWN_KEYS:
             return None
@@ -167,6 +169,7 @@ class RecordedDecode:
         kind = kind_of(batch, turns_whole=self._turns_whole)
         if (size, kind) not in self._recordings:  # the first of its size warms everything up
             self._recordings[size, kind] = None
+            note_first_time(f"a step of {size} rows")
             return None
         recording = self._recordings[size, kind]
         if recording is None and may_record:

@@ -53,7 +53,10 @@ class AlternativePaths:
         }
 
     def _find_one(self, chunk_ids: Sequence[ChunkId], place: int) -> FoundCopy | None:
+        at_root = self._tree.root.children
         for start in range(place + 1):
+            if chunk_ids[start] not in at_root:
+                continue
             path = chunk_ids[start : place + 1]
             node = self._node_at(path)
             if node is not None:

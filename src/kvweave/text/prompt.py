@@ -10,6 +10,8 @@ stands, in the history too: an earlier turn has the ids there that its own promp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from kvweave.errors import PromptTooLong, RequestError, UnsupportedModel
@@ -55,8 +57,8 @@ class Prompt:
 
     @property
     def token_ids(self) -> list[int]:
-        parts = (*self.history, *self.chunks)
-        return [*self.preamble, *(i for part in parts for i in part), *self.question]
+        parts = (self.preamble, *self.history, *self.chunks, self.question)
+        return list(chain.from_iterable(parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +309,23 @@ def split_template(
 
     Users' words and the template's are tokenised apart: words can never become control tokens.
     """
+    if tools or since:
+        return _split_template(tokenizer, system, tools, since)
+    before, behind = _split_plain_template(tokenizer, system)
+    return list(before), list(behind)
+
+
+@lru_cache(maxsize=32)  # the same for every question that uses no tools: rendering takes a while
+def _split_plain_template(
+    tokenizer: Tokenizer, system: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    before, behind = _split_template(tokenizer, system, (), ())
+    return tuple(before), tuple(behind)
+
+
+def _split_template(
+    tokenizer: Tokenizer, system: str, tools: Sequence[Message], since: Sequence[Message]
+) -> tuple[list[int], list[int]]:
     if not tokenizer.has_chat_template:
         before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
         if system:

@@ -33,7 +33,7 @@ from kvweave.fuse.record import FuseRecord
 from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.selectors.strategies import ModelFacts, open_strategy
 from kvweave.fuse.taper import Taper
-from kvweave.kernels.recording import note_first_launch
+from kvweave.kernels.recording import note_first_time
 from kvweave.kv.tiers.config import DiskTierConfig
 from kvweave.model.decoder import Decoder
 from kvweave.plan.loading_cost import UNCHECKED
@@ -277,7 +277,7 @@ def test_an_answer_for_which_a_kernel_was_launched_in_a_new_way_teaches_nothing(
         record = StoredPrompt._record
 
         def launching(*args: Any) -> FuseRecord:
-            note_first_launch("a kernel")
+            note_first_time("a kernel")
             return record(*args)
 
         with monkeypatch.context() as patched:

@@ -233,6 +233,7 @@ class AnswerStream(PieceStream):
         detokenizer, matcher = Detokenizer(self._tokenizer), StopMatcher(self._sampling.stop)
         watch = LoopWatch() if self._sampling.stop_loops else None
         made, reason, choices = self._made, "length", self._choices
+        is_cut = False
         with closing(choices):
             for choice in choices:
                 made.count()
@@ -242,11 +243,14 @@ class AnswerStream(PieceStream):
                 cut = matcher.push(detokenizer.push(choice.token_id))
                 yield made.add(Piece(cut.text, self._logprob(choice)))
                 if cut.stopped:
-                    self.answer = made.answer("stop", self.prompt_tokens, self._notes)
-                    return
+                    is_cut = True
+                    break
                 if watch is not None and watch.push(choice.token_id):
                     made.stopped_because, reason = REPETITION, "stop"
                     break
+        if is_cut:
+            self.answer = made.answer("stop", self.prompt_tokens, self._notes)
+            return
         if self._aborted and reason != "stop":
             return  # not its end: `abort` cut it here
         cut = matcher.push(detokenizer.flush())

@@ -57,12 +57,14 @@ class TokenStream(Iterator[Choice]):
         is_held: bool = False,
     ) -> None:
         """Submitted when the first token is asked for; one that is held is submitted now, and hands
-        nothing out before it is released. `listeners` hear of its ticket with the first token."""
+        nothing out before it is released. `listeners` hear of its ticket once the first token is
+        with its reader: when the next is asked for, or at the end."""
         self._client = client
         self._request = request
         self._listeners = listeners
         self._counted = client.answers.one()
-        self._lock = threading.Lock()  # guards the next two
+        self._begun = False  # its first token is there
+        self._lock = threading.Lock()  # guards the listeners and the next two
         self._ticket: Ticket | None = None
         self._closed = False
         if is_held:
@@ -83,11 +85,11 @@ class TokenStream(Iterator[Choice]):
         if ticket is None:
             raise StopIteration
         try:
+            if self._begun:
+                self._tell(ticket)
             choice = next(ticket)
             self._counted.begin_telling()
-            listeners, self._listeners = self._listeners, ()
-            for hear in listeners:
-                hear(ticket)
+            self._begun = True
             return choice
         except BaseException:  # it is over, or one that heard of it failed
             self.close()
@@ -103,6 +105,14 @@ class TokenStream(Iterator[Choice]):
         if ticket is not None:
             ticket.cancel()
             self._counted.__exit__(None, None, None)
+            if self._begun:
+                self._tell(ticket)
+
+    def _tell(self, ticket: Ticket) -> None:
+        with self._lock:
+            listeners, self._listeners = self._listeners, ()
+        for hear in listeners:
+            hear(ticket)
 
     def current_wait(self) -> AnswerWait | None:
         """What its first token waits for; None: for nothing any more. Any thread."""

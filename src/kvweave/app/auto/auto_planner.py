@@ -33,7 +33,7 @@ from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.tree import TreeBehind
-from kvweave.plan.cost import CostModel
+from kvweave.plan.cost import CostModel, StrategyInfo
 from kvweave.plan.ordering import OrderPermission
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Gate, Plan, PlanRequest, PredictionCheck, SpanKind
@@ -126,6 +126,7 @@ class AutoPlanner:
         )
         self._lessons = Lessons(decoder, self.machine, self._tiers, planner)
         self._feeder = PathFeeder(engine)
+        self._described: tuple[StrategyInfo, ...] | None = None  # as plans price them
 
     def plan(self, prompt: Prompt, bound: float, order: OrderPermission) -> PromptPlan:
         """What would be done for a prompt. Computes nothing, but has one chunk loaded from a tier
@@ -138,7 +139,6 @@ class AutoPlanner:
         self._peek.look_at({make_chunk_id(ids): ids for ids in prompt.history} | chunks)
         found = self._peek.find_copies().items()
         self._tiers.meet((key, peek) for key, peeks in found for peek in peeks)
-        encoder, stitch_s = self._kv.encoder, self.machine.stitch_s
         request = PlanRequest(
             tuple(ChunkRef(name, len(ids)) for name, ids in chunks.items()),
             len(prompt.question),
@@ -147,10 +147,7 @@ class AutoPlanner:
             history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.history),
             turns=prompt.turns,
             in_history=tuple(ChunkRef(make_chunk_id(ids), len(ids)) for ids in prompt.left_out),
-            strategies=tuple(
-                strategy_info(strategy, encoder, stitch_s, shares=self._shares)
-                for strategy in self._strategies.values()
-            ),
+            strategies=self._describe_strategies(self.machine.stitch_s),
         )
         plan = self._planner.plan(request)
         ordered = tuple(chunks[chunk.id] for chunk in plan.order)
@@ -183,13 +180,9 @@ class AutoPlanner:
             return None
         return Reason.CALIBRATING if self._growing.is_growing else self._doubt
 
-    def num_first_times(self) -> int:
-        """What was done for the first time so far: see `Lessons`."""
-        return self._lessons.num_first_times()
-
     def observe(self, planned: PromptPlan, ticket: Ticket, first_times: int) -> Observed:
-        """Learn from the prompt of a plan, which is through. `first_times`: how many there were
-        before it was submitted."""
+        """Learn from the prompt of a plan, which is through. `first_times`: what
+        `num_first_times` said before it was submitted."""
         plan, prompt, record, timeline = (
             planned.plan,
             planned.prompt,
@@ -223,6 +216,15 @@ class AutoPlanner:
                 load_s += span.load_bytes / link.bytes_per_s
         total = sum(span.num_tokens for span in plan.spans)
         return LoadCost(load_s, self.machine.recompute.at(total, plan.chosen.rows))
+
+    def _describe_strategies(self, stitch_s: float) -> tuple[StrategyInfo, ...]:
+        if self._described is None:
+            encoder, shares = self._kv.encoder, self._shares
+            self._described = tuple(
+                strategy_info(strategy, encoder, shares=shares)
+                for strategy in self._strategies.values()
+            )
+        return tuple(replace(info, score_s_per_token=stitch_s) for info in self._described)
 
     def _strategy(self, plan: Plan) -> Strategy:
         if plan.strategy is not None:

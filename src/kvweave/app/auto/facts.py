@@ -7,6 +7,7 @@ lies by what the store says.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from kvweave.calibrate.gate import (
     ELSEWHERE,
@@ -231,6 +232,16 @@ def _longest_allowed(tables: Sequence[Table]) -> float:
     return max(LENGTH_MATTERS, *longest) if longest and all(longest) else math.inf
 
 
+class _Names(NamedTuple):
+    """The two names under which a chunk may be stored; without neighbours they are one."""
+
+    own: ChunkKey  # behind its encoding context
+    isolated: ChunkKey
+
+    def each(self) -> tuple[ChunkKey, ...]:
+        return (self.own,) if self.own == self.isolated else self
+
+
 class StoredChunkPeek:
     """Says what the store has of the chunks of a prompt: behind their context, and isolated.
 
@@ -251,7 +262,7 @@ class StoredChunkPeek:
         self._store = store
         self._resident = resident
         self._chunks: Mapping[ChunkId, tuple[int, ...]] = {}
-        self._named: dict[ChunkId, list[ChunkKey]] = {}
+        self._named: dict[ChunkId, _Names] = {}
         self._found: dict[ChunkKey, list[Peek]] | None = None
         context = encoder.context
         self._rounded = not is_lossless(context.codec, context.dtype)
@@ -261,13 +272,14 @@ class StoredChunkPeek:
         """The token ids behind the names that will be asked for. The store is looked at once for
         all of them: a tier may have to be asked, which takes a moment each time."""
         self._chunks = chunks
-        self._named = {chunk_id: self._keys(ids) for chunk_id, ids in chunks.items()}
+        own, isolated = self._encoder.key, self._encoder.exact_key
+        self._named = {name: _Names(own(ids), isolated(ids)) for name, ids in chunks.items()}
         self._found = None
 
     def find_copies(self) -> Mapping[ChunkKey, Sequence[Peek]]:
         """All stored KV of the chunks, wherever it lies: on the device first."""
         if self._found is None:
-            keys = [key for named in self._named.values() for key in named]
+            keys = [key for names in self._named.values() for key in names.each()]
             there = self._resident(keys)
             self._found = {key: [ON_DEVICE] for key in keys if key in there}
             for key, peek in zip(keys, self._store.peek(keys), strict=True):
@@ -278,32 +290,29 @@ class StoredChunkPeek:
     def has_copy(self, chunk_id: ChunkId) -> bool:
         """Whether some tier has KV of a chunk of this prompt, in whatever encoding context."""
         found = self.find_copies()
-        return any(key in found for key in self._named.get(chunk_id, ()))
+        names = self._named.get(chunk_id)
+        return names is not None and any(key in found for key in names.each())
 
     def __call__(self, chunk_ids: Sequence[ChunkId]) -> Mapping[ChunkId, Sequence[Stored]]:
         stored: dict[ChunkId, list[Stored]] = {}
         found = self.find_copies()
         for chunk_id in chunk_ids:
-            for key in self._named[chunk_id]:
+            names, num_tokens = self._named[chunk_id], len(self._chunks[chunk_id])
+            for key in names.each():
                 for peek in found.get(key, ()):
-                    copy = self._describe_copy(key, peek, self._chunks[chunk_id])
+                    copy = self._describe_copy(names, key, peek, num_tokens)
                     stored.setdefault(chunk_id, []).append(copy)
         return stored
 
-    def _keys(self, ids: tuple[int, ...]) -> list[ChunkKey]:
-        return list(dict.fromkeys((self._encoder.key(ids), self._encoder.exact_key(ids))))
-
-    def _describe_copy(self, key: ChunkKey, peek: Peek, ids: tuple[int, ...]) -> Stored:
+    def _describe_copy(self, names: "_Names", key: ChunkKey, peek: Peek, num_tokens: int) -> Stored:
         preparation = self._encoder.preparation
-        isolated = key == self._encoder.exact_key(ids)
-        # a chunk without neighbours has its isolated KV under both names
-        is_variant = key == self._encoder.key(ids)
+        isolated = key == names.isolated
         # not what the store says: that counts what lies beside the layers, wanted or not
-        size_bytes = self._sizes.get(len(ids)) or self._encoder.plain_bytes(len(ids))
-        self._sizes[len(ids)] = size_bytes
+        size_bytes = self._sizes.get(num_tokens) or self._encoder.plain_bytes(num_tokens)
+        self._sizes[num_tokens] = size_bytes
         on_device = peek.tier == DEVICE  # layers alone, and they are where they are needed
         return Stored(
-            variant=str(preparation.variant) if is_variant else ISOLATED,
+            variant=str(preparation.variant) if key == names.own else ISOLATED,
             tier=peek.tier or "",
             size_bytes=0 if on_device else size_bytes,
             exact_when_first=isolated,

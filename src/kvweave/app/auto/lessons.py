@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from kvweave.engine.request import Ticket
 from kvweave.fuse.record import JOINED, FuseRecord
-from kvweave.fuse.recordings import recordings_of
 from kvweave.fuse.strategy import Strategy
-from kvweave.kernels.recording import num_first_launches
+from kvweave.kernels.recording import num_first_times
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.lookup import Peek
 from kvweave.kv.store import KVStore
@@ -156,23 +155,17 @@ class Lessons:
     def __init__(
         self, decoder: Decoder, machine: MachineProfile, tiers: TierProbes, planner: Planner
     ) -> None:
-        self._refusals = recordings_of(decoder).refusals
         self._num_layers = decoder.spec.num_layers
         self._machine = machine
         self._tiers = tiers
         self._planner = planner
-
-    def num_first_times(self) -> int:
-        """What was done for the first time so far and never again: recordings of what fused prompts
-        play that were tried, kernels that were launched in a new way."""
-        return num_first_launches() + sum(refusals.num_tried for refusals in self._refusals)
 
     def learn(
         self, plan: Plan, strategy: Strategy, record: FuseRecord, ticket: Ticket, first_times: int
     ) -> None:
         """A plan was carried out. `first_times`: how many there had been before it was. One more
         took what no answer will pay again, so nothing is learnt."""
-        if first_times != self.num_first_times():
+        if first_times != num_first_times():
             return
         if strategy.reuses == "all" and record.strategy != strategy.name:
             return  # a close call: computed twice, so what it took is the price of neither

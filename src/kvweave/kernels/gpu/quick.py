@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from kvweave.kernels.recording import note_first_launch
+from kvweave.kernels.recording import note_first_time
 
 TESTED = "3.6."  # Triton whose compiled kernels are called here; that changes from one to the next
 MOST_INT32 = 2**31 - 1
@@ -67,7 +67,7 @@ class QuickKernel:
                 key.append(_kind(each, is_free))
         found = self._compiled.get(tuple(key))
         if found is None:
-            note_first_launch(self._kernel.__name__)
+            note_first_time(self._kernel.__name__)
             self._compiled[tuple(key)] = self._kernel[grid](*given, **constants)
             return
         across, down, deep = (*grid, 1, 1)[:3]

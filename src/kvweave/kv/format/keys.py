@@ -72,6 +72,13 @@ def make_chunk_key(
     `behind` names the chunks it was computed behind, in order. They are part of the content id
     alone: a context of its own for each chunk would be a folder of its own on disk.
     """
+    return _make_chunk_key(context, tuple(token_ids), tuple(behind))
+
+
+@lru_cache(maxsize=2048)  # an answer asks for each of its chunks' keys several times
+def _make_chunk_key(
+    context: KeyContext, token_ids: tuple[int, ...], behind: tuple[str, ...]
+) -> ChunkKey:
     context_id, begun = _begin_hashes(context)
     ids = _ids_bytes(token_ids)
     content = _add_fields(begun.copy(), ids, *(name.encode() for name in behind)).digest()

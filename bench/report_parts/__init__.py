@@ -1,0 +1,1 @@
+"""Parts of bench/report.py: what of each result is shown, and the pages made of it."""

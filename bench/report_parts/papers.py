@@ -1,0 +1,539 @@
+"""Every figure, table and headline number of the five papers, and what answers it here.
+
+`{FILE:name}` in `ours` is a figure of report_parts/shown.py: no number of ours is typed. Where
+nothing answers a figure, `ours` says why, and the verdict is "not had here".
+"""
+
+from typing import NamedTuple
+
+VERDICTS = ("better", "equal", "worse", "contradicted", "mixed", "not had here")
+NONE = "none"  # no command of the repository answers it
+
+
+class Claim(NamedTuple):
+    """One row of the coverage page."""
+
+    where: str  # the figure, table or section
+    says: str  # what the paper shows there, in short
+    ours: str  # our number, or why there is none
+    command: str  # what prints it, or NONE
+    verdict: str  # one of VERDICTS, more words behind a comma
+
+
+QUALITY = "bench/quality/run.py"
+TTFT = "bench/ttft/run.py"
+TTFT_GPU = "bench/ttft/run.py --device cuda"
+NO_LARGE = "no bench scores answers of models of 7B or more; SmolLM2's F1 is too low to compare by"
+
+FUSIONRAG = (
+    Claim(
+        "abstract, Fig. 14a",
+        "first token 5.22 to 9.39 times sooner at 0 %, 2.66 to 3.94 at 15 %, 27K tokens",
+        "host memory, 32K: {ttft-h200:reuse_32k} and (EPIC / FusionRAG / QCFuse / weave) "
+        "{ttft-h200:15_32k}; on the device {gpu_shared-h200:32k_reuse} and "
+        "{gpu_shared-h200:32k_15}",
+        f"{TTFT_GPU}`, `bench/gpu_shared.py",
+        "better, as a ratio: an H200 for an L20, random weights, not through the server",
+    ),
+    Claim(
+        "abstract, as a user meets it",
+        "the same, end to end",
+        "CPU, SmolLM2: skewed {product-cpu:skewed}, orders never seen {product-cpu:novel}; default "
+        "model {product-cpu:skewed_default} and {product-cpu:novel_default}, at the gate's ratio; "
+        "H200 over HTTP {product-h200:8k} and {product-h200:32k} (full prefill's)",
+        "bench/product.py`, `bench/serve_gpu.py",
+        "mixed, better on a CPU, worse through the server on a GPU",
+    ),
+    Claim(
+        "abstract, Fig. 13",
+        "normalised F1 up to 70 % above baselines; 12 of 20 cells keep 80 %; EM within 0.03 in 14",
+        "KL gap recovered behind neighbours at 15 %: {quality-h200:fusionrag_near}; full prefill's "
+        "F1 is {quality-h200:full_f1}",
+        QUALITY,
+        f"not had here as F1: {NO_LARGE}. TriviaQA is missing too",
+    ),
+    Claim(
+        "Fig. 2a",
+        "a 7B model with CacheBlend or Cache-Craft falls to the level of a 3B one",
+        "no two sizes of one family are scored side by side with and without reuse",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "section 2.2.1",
+        "reuse without recomputing costs up to 55 % of F1",
+        "{quality-h200:reuse_kl} nats per token, {quality-h200:reuse_flips} of first tokens change",
+        QUALITY,
+        "equal, in direction: another metric",
+    ),
+    Claim(
+        "section 1",
+        "prefill is 95.5 % of the time to the first token",
+        "{ttft-cpu:computing}",
+        TTFT,
+        "equal, on a CPU",
+    ),
+    Claim(
+        "Fig. 3a, 3b",
+        "an oracle at 15 % leaves more than half of the KV deviation; where deviation lies",
+        "an oracle of KL recovers {quality-h200:oracle} of the gap; deviation is not printed",
+        f"{QUALITY} --strategies oracle",
+        "not had here: our oracle is one of answers, not of KV",
+    ),
+    Claim(
+        "Fig. 7a",
+        "related chunks are retrieved together, over half at 2 and 80 % at 10",
+        "no bench counts which chunks are retrieved together",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 7b",
+        "70 % less deviation in layer 2 behind neighbours",
+        "KL gap recovered behind neighbours with nothing recomputed: {quality-h200:reuse_near}",
+        QUALITY,
+        "equal, in direction: KL of answers for deviation of a layer",
+    ),
+    Claim(
+        "Fig. 8",
+        "where critical tokens lie",
+        "the web page shows them for one answer; no bench counts them over a set",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 9",
+        "a 1B model recovers F1 and EM on TriviaQA",
+        "TriviaQA is not among our sets",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "section 3.1",
+        "0.218 s to preprocess a chunk, 275 a minute",
+        "SmolLM2 on two cores, beside a full ingest: {background_ingest-cpu:kv}; a rate of a "
+        "GPU is in no results file",
+        "bench/background_ingest.py",
+        "not had here at 7B",
+    ),
+    Claim(
+        "Table 2",
+        "faithfulness of two 32B models",
+        "no bench has a judge of answers, or a model of 32B",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 14b",
+        "the kernel at 15 % of 32K: 4.2 times FlashAttention, 2.69 times SDPA",
+        "{gpu_attention-h200:cudnn} cuDNN, {gpu_attention-h200:sdpa} SDPA with a mask; all rows "
+        "{gpu_attention-h200:all_rows}",
+        "bench/gpu/attention.py",
+        "better",
+    ),
+    Claim(
+        "section 4.3",
+        "FlexAttention's mask takes 16 GB and 2 s",
+        "{gpu_attention-h200:flex} FlexAttention without the time of its mask",
+        "bench/gpu/attention.py",
+        "better, in time; the mask itself is not measured",
+    ),
+    Claim(
+        "Fig. 15",
+        "throughput 1.2 to 4.3 times that of full prefill and CacheBlend",
+        "H200 {gpu_shared-h200:throughput} at 15 %, {gpu_shared-h200:throughput_0} at 0 %; CPU "
+        "{throughput-cpu:auto} ({throughput-cpu:completed} by requests completed); CacheBlend's "
+        "throughput is not measured",
+        "bench/gpu_shared.py --parts throughput`, `bench/throughput/run.py",
+        "equal, over full prefill: the upper end of theirs",
+    ),
+    Claim(
+        "Fig. 16",
+        "neighbours lift CacheBlend and Cache-Craft by 21 to 49 points, FusionRAG stays ahead by 3 "
+        "to 18",
+        "CacheBlend {quality-h200:cacheblend} → {quality-h200:cacheblend_near}; FusionRAG "
+        "{quality-h200:fusionrag_near}; Cache-Craft behind neighbours was not run",
+        f"{QUALITY} --encodings neighbours:3",
+        "equal, on KL",
+    ),
+    Claim(
+        "Fig. 17",
+        "0, 2, 5, 10 and 15 neighbours",
+        "only three neighbours are measured",
+        "kvweave calibrate --encodings neighbours:3",
+        "not had here",
+    ),
+    Claim(
+        "Fig. 18, quality",
+        "F1 0.722 with reuse, 0.822 with 15 %, 0.860 with preprocessing",
+        "KL gap: 0 → {quality-h200:fusionrag} → {quality-h200:fusionrag_near}",
+        QUALITY,
+        "equal, on KL",
+    ),
+    Claim(
+        "Fig. 18, time",
+        "asynchronous scheduling takes 11 % off at batch 10",
+        "prompts per second {gpu_idle-h200:rate}; on a CPU the p95 gap between tokens falls "
+        "{beside-cpu:gap}",
+        "bench/gpu/idle.py`, `bench/beside.py",
+        "worse, on the GPU",
+    ),
+    Claim(
+        "section 5.3.3",
+        "storage −71 %, recomputations −82.3 %, hit rate 77.9 %",
+        "−{altpath-cpu:storage}, −{altpath-cpu:recomputed}, {altpath-cpu:hits}",
+        "bench/altpath.py",
+        "better, in a simulation of another store than the product's",
+    ),
+    Claim(
+        "Fig. 19, host memory",
+        "10K to 27K: 2.9 to 5.4 times full prefill, 2.3 to 3 times CacheBlend",
+        "8K (EPIC / FusionRAG / QCFuse / weave) {ttft-h200:15_8k}, 32K {ttft-h200:15_32k}; "
+        "CacheBlend does not run there",
+        TTFT_GPU,
+        "equal, over full prefill: two lengths",
+    ),
+    Claim(
+        "Fig. 19, SSD",
+        "sooner at all lengths; CacheBlend gains nothing below 17K",
+        "cold disk, raw / int8 / int4: 8K {ttft-h200:disk_8k}, 32K {ttft-h200:disk_32k}",
+        TTFT_GPU,
+        "worse, at 8K with the default codec (int8): slower than full prefill",
+    ),
+)
+
+QCFUSE_DEMO = (
+    Claim(
+        "headline",
+        "first token twice as soon as full prefill",
+        "QCFuse at 15 %, 32K / 8K: {ttft-h200:qcfuse}",
+        TTFT_GPU,
+        "better, at 15 % and not at equal quality",
+    ),
+    Claim(
+        "headline",
+        "40 % less latency than fusion baselines at equal accuracy",
+        "quality and time are measured apart, never joined at equal accuracy",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 3",
+        "ROUGE-L against time at 10 to 50 %: 2.3 to 3.5 above CacheBlend, full quality at 40 %",
+        "KL gap at 15 %: QCFuse {quality-h200:qcfuse}, CacheBlend {quality-h200:cacheblend}; "
+        "QCFuse at 50 % {quality-h200:qcfuse_50}, behind a filler {quality-h200:qcfuse_50_filler}",
+        QUALITY,
+        "worse, without a filler; ahead of CacheBlend as they say. ROUGE-L is not had here",
+    ),
+    Claim(
+        "overlap",
+        "more than 70 % of retrieved chunks overlap",
+        "MMLU / NQ / MTRAG {ordering-cpu:union}",
+        "bench/ordering.py",
+        "worse, on other data",
+    ),
+    Claim(
+        "Fig. 4",
+        "two scenarios of the demonstration",
+        "both are walked through in a browser by tests/ui/test_scenarios.py",
+        "make test-ui",
+        "equal",
+    ),
+)
+
+QCFUSE = (
+    Claim(
+        "abstract, Fig. 10, 11",
+        "1.7 times full prefill, 1.5 times ProphetKV at matched quality, 4 models and 6 sets",
+        "CPU at 15 % (CacheBlend / FusionRAG / QCFuse / ProphetKV): {ttft-cpu:published}; quality "
+        "and time are never joined",
+        TTFT,
+        "not had here at matched quality",
+    ),
+    Claim(
+        "Fig. 1",
+        "at 30 % ProphetKV chooses rows for 34 % of the time",
+        "at 15 %, QCFuse / ProphetKV: {ttft-cpu:selecting} of the first token",
+        TTFT,
+        "equal, in direction: half the ratio, on a CPU",
+    ),
+    Claim(
+        "Fig. 5",
+        "attention mass on few tokens; layers agree with all layers",
+        "no command prints attention mass or the overlap of layers",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 6",
+        "anchors by sink, key norm and KVzip, by share kept",
+        "the rules are strategies (`qcfuse:sink`, `qcfuse:knorm`), no bench compares their recall",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 7",
+        "the best single layers are in the middle",
+        "layer 16 of 28 of the 1.5B model, by its packaged profile; weak on 0.5B and SmolLM2",
+        "kvweave calibrate layers",
+        "equal, on one of three models",
+    ),
+    Claim(
+        "Fig. 8",
+        "three layers take most of what all take",
+        "on the 1.5B model one layer finds more than two or three, by the profile it was chosen "
+        "with",
+        "kvweave calibrate layers",
+        "contradicted",
+    ),
+    Claim(
+        "Fig. 12",
+        "RULER: several queries and values, variable tracing, length",
+        "word lists are there, a generator is not",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 13",
+        "over 3 GB/s ProphetKV is slower than full prefill and QCFuse faster",
+        "each second of loading costs choosing {bandwidth-h200:slope} s (QCFuse / ProphetKV); "
+        "first token at 3 GB/s {bandwidth-h200:3gb}, at 1 GB/s {bandwidth-h200:1gb}",
+        "bench/bandwidth/run.py",
+        "mixed, the slope is theirs, the crossing is not: at 3 GB/s full prefill is the fastest",
+    ),
+    Claim(
+        "Fig. 14",
+        "throughput of full prefill, ProphetKV and QCFuse at 50 %",
+        "neither is loaded at 50 % on the GPU",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 15",
+        "share of anchors",
+        "a share can be asked for (`qcfuse:20%`), no bench walks over it",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 16",
+        "first, middle, last, all or profiled layers",
+        "calibration prints recall of each layer and of all; the quality of answers by layer is "
+        "not measured",
+        "kvweave calibrate layers",
+        "equal, in direction: all layers are behind the best one",
+    ),
+)
+
+RAGCACHE = (
+    Claim(
+        "abstract, Fig. 15",
+        "first token 1.2 to 4 times, throughput 1.3 to 2.1 times vLLM with Faiss",
+        "over vLLM with its prefix cache: the same documents {product-cpu:vllm_again}, chat "
+        "{product-cpu:vllm_chat}, orders never seen {product-cpu:vllm_novel}, of "
+        "which {prefill-cpu:rounded_arm} is 8 bits against its float32; over our own full "
+        "prefill exact prefixes serve {throughput-cpu:prefix} (CPU) and {throughput-h200:prefix} "
+        "(H200)",
+        "bench/product.py`, `bench/throughput/run.py",
+        "better, on a CPU; throughput over vLLM is not had here",
+    ),
+    Claim(
+        "section 7.2",
+        "1.1 to 3.5 times the first token and 1.2 to 1.8 times the throughput of SGLang",
+        "no bench starts SGLang",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 1, 3, 4",
+        "breakdown of the time, by length; lengths of documents",
+        "retrieval takes {ttft-cpu:retrieving} of a full prefill's first token, computing "
+        "{ttft-cpu:computing}",
+        f"{TTFT}`, `bench/machine_profile.py",
+        "equal, for one length",
+    ),
+    Claim(
+        "Fig. 5, 6",
+        "60 % of requests go to 3 % of documents, whatever embedder or index",
+        "no command prints how skewed retrieval is",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 7",
+        "a cached prefix is 11.5 times as fast, 3.9 with its transfer",
+        "{product-cpu:again} in all, {product-cpu:again_share} on the documents' share",
+        "bench/product.py",
+        "better, as a ratio, on a CPU",
+    ),
+    Claim(
+        "Fig. 8",
+        "95 % of requests are final after 13 % of the search",
+        "IVF / HNSW: {retrieval-cpu:early} of the search; {retrieval-cpu:late}",
+        "bench/retrieval.py",
+        "worse",
+    ),
+    Claim(
+        "Fig. 16, 17",
+        "a production set: first token 1.9 to 2.6 times, time between tokens",
+        "no bench has that set; time between tokens, full / shared: {gpu_shared-h200:tbt}",
+        "bench/gpu_shared.py",
+        "not had here",
+    ),
+    Claim(
+        "Fig. 18",
+        "top-1, 3 and 5: first token 1.7 to 3.1 times",
+        "k of 1 to 5 is simulated between policies only, never against no cache",
+        "bench/hitrate.py",
+        "not had here",
+    ),
+    Claim(
+        "Fig. 19",
+        "Mixtral and a 70B model on two GPUs: 1.4 to 2.1 times",
+        "one GPU, and no tensor parallelism",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 20",
+        "hit rate of PGDSF 1.02 to 1.32 times GDSF's, 1.06 to 1.62 LRU's, 1.06 to 1.75 LFU's",
+        "{hitrate-cpu:over}; where subjects move on {hitrate-cpu:drift}",
+        "bench/hitrate.py",
+        "mixed, better over GDSF and LRU, worse over LFU, contradicted where subjects move on",
+    ),
+    Claim(
+        "Table 2",
+        "first token 1.05 to 1.29 times by policy",
+        "{hitrate-cpu:ttft}",
+        "bench/hitrate.py",
+        "worse",
+    ),
+    Claim(
+        "Fig. 21",
+        "reordering of waiting requests: 1.2 to 2.1 times",
+        "the queue lets later requests overtake; no bench switches it off",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 22",
+        "speculation: first token up to 1.6 times",
+        "best and worst row: H200 {speculation-h200:best}; CPU by length of search "
+        "{speculation-cpu:ttft}",
+        "bench/speculation/gpu.py`, `bench/speculation/run.py",
+        "worse",
+    ),
+    Claim(
+        "Table 3",
+        "search that is not overlapped: 1.5 to 4.3 times less",
+        "H200, least and most: {speculation-h200:cut}; CPU by length of search "
+        "{speculation-cpu:auto}",
+        "bench/speculation/gpu.py`, `bench/speculation/run.py",
+        "mixed, better for long searches on a CPU, worse on the H200",
+    ),
+    Claim(
+        "section 7.5",
+        "scheduling takes 0.872 to 0.906 ms",
+        "median / p99: {planner-cpu:p50}",
+        "bench/planner.py",
+        "equal, by the median: ours is a plan alone, theirs updates a tree and reorders",
+    ),
+    Claim(
+        "section 6",
+        "replication of hot nodes, retries",
+        "{fault_matrix-h200:faults} faults of a device, {fault_matrix-h200:wrong} wrong answers; "
+        "nothing is replicated",
+        "bench/fault_matrix.py",
+        "mixed, what is lost is computed again instead",
+    ),
+)
+
+CRAFT = (
+    Claim(
+        "abstract, Fig. 11",
+        "first token 1.2 to 1.6 times, BERTScore the same, 6 sets and 3 models",
+        "no bench takes the first token's time with chunks in free order",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 1",
+        "what a cached prefix saves",
+        "{product-cpu:again} on the same documents asked again",
+        "bench/product.py",
+        "equal, in direction",
+    ),
+    Claim(
+        "Fig. 3",
+        "11 % of chunks agree as a prefix, 43 % are shared",
+        "MMLU / NQ / MTRAG: {ordering-cpu:aligned}; {ordering-cpu:shared}",
+        "bench/ordering.py",
+        "worse, on other data; the gap is there",
+    ),
+    Claim(
+        "Fig. 5",
+        "a hundred orders do not change BERTScore and F1",
+        "no bench scores answers over orders; calibration measures what an order does to the KL",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 6b",
+        "21 % of a turn's chunks were there before",
+        "{ordering-cpu:repeats} of the tokens, MTRAG",
+        "bench/ordering.py",
+        "equal, on one set",
+    ),
+    Claim(
+        "Fig. 7",
+        "what a conversation repeats can be left out (p = 0.47)",
+        "no test of answers with and without what repeats",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 12",
+        "19 to 38 % of KV is not computed",
+        "MMLU / NQ / MTRAG {ordering-cpu:avoided}; ContextPilot, ours beside it: "
+        "{ordering-cpu:contextpilot}",
+        "bench/ordering.py",
+        "worse, though ahead of ContextPilot on the same requests",
+    ),
+    Claim(
+        "overhead",
+        "access table below 1 MB, tree of tens of MB",
+        "no command prints what table and tree take",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 13",
+        "by request rate, batch and number of chunks",
+        "needs the bench that is missing for Fig. 11",
+        NONE,
+        "not had here",
+    ),
+    Claim(
+        "Fig. 14, 15",
+        "length of the window; threshold of promotion",
+        "the window is a constant; promotion is compared at one threshold in the ordering bench, "
+        "where it lowers what an unbounded tree saves",
+        "bench/ordering.py",
+        "not had here as a sweep",
+    ),
+    Claim(
+        "Fig. 16",
+        "CacheBlend in CRAFT's order: 1.29 times",
+        "fusing and free order are never measured together",
+        NONE,
+        "not had here",
+    ),
+)
+
+PAPERS = {
+    "FusionRAG": FUSIONRAG,
+    "QCFuse, demonstration": QCFUSE_DEMO,
+    "QCFuse": QCFUSE,
+    "RAGCache": RAGCACHE,
+    "CRAFT": CRAFT,
+}
