@@ -28,7 +28,6 @@ from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.selectors.strategies import open_strategy, takes_layers
 from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
-from kvweave.kernels.recording import num_first_times
 from kvweave.plan.ordering import OrderPermission
 from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
@@ -204,7 +203,7 @@ class Router:
         chosen = planner.plan(prompt, question.allowed, question.permission)
         request = planner.request(chosen, question.drawn, self._tokenizer.eos_ids)
         notes.why = planner.hint(chosen)
-        observe = partial(_observe, planner, chosen, num_first_times(), notes)
+        observe = partial(_observe, planner, chosen, planner.num_first_times(), notes)
         made = Planned(chosen.prompt, request, notes, (observe,))
         return self._watch_for_audit(made, question, is_planned=True)
 

@@ -31,6 +31,7 @@ from kvweave.errors import EngineClosed
 from kvweave.fuse.encode.contexts import digest_ids
 from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import ModelFacts, Strategy
+from kvweave.kernels.recording import num_first_times
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import CostModel, StrategyInfo
@@ -180,9 +181,13 @@ class AutoPlanner:
             return None
         return Reason.CALIBRATING if self._growing.is_growing else self._doubt
 
+    def num_first_times(self) -> int:
+        """How often something was done so far that takes longer the first time: see `observe`."""
+        return num_first_times()
+
     def observe(self, planned: PromptPlan, ticket: Ticket, first_times: int) -> Observed:
-        """Learn from the prompt of a plan, which is through. `first_times`: what
-        `num_first_times` said before it was submitted."""
+        """Learn from the prompt of a plan, which is through. `first_times`: how
+        many there were before it was submitted."""
         plan, prompt, record, timeline = (
             planned.plan,
             planned.prompt,
