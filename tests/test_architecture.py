@@ -89,7 +89,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "hosts/vllm": {
         *("text", "kernels", "corpus", "model", "model/files", "kv", "kv/format", "kv/tiers"),
-        *("fuse", "fuse/encode", "fuse/selectors", "fuse/transfer", "app/library"),
+        *("fuse", "fuse/encode", "fuse/selectors", "fuse/transfer", "plan", "calibrate"),
+        *("app/library", "app/auto"),
     },
     "cli": {
         *("text", "demo", "corpus", "model/files", "kv/format", "kv/tiers", "fuse", "fuse/encode"),

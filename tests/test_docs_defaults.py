@@ -495,7 +495,8 @@ QUOTED = [
             "not stored are encoded by themselves: `{0[0]}` or `{0[1]}`",
             "hosts.vllm.settings:MAKING",
         ),
-        ("wanted: `weave:0.15` | `{}` |", "hosts.vllm.settings:REUSE"),
+        ("stands before: `weave:0.15` | [`{}`](#the-gate) |", "hosts.vllm.reuse_request:AUTO"),
+        ("nats per token | {} |", "config:QualitySettings().bound"),
     ),
 ]
 

@@ -1,5 +1,6 @@
 """Prompts for upstreams: the same ids as the engine's own, with the spans of the chunks."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,10 @@ def test_what_an_engine_with_the_connector_is_told(tokenizer: Tokenizer) -> None
     assert len(body["cache_salt"]) == 64, "exact blocks are the tenant's own as well"
     assert (body["max_tokens"], body["stream"]) == (5, True)
     assert body_of(request.prefill_only(), VLLM)["max_tokens"] == 1
+    chooses = replace(request, reuse=None, ratio=None, bound=0.01)
+    told = body_of(chooses, VLLM)["kv_transfer_params"]["kvweave"]
+    assert told["bound"] == 0.01
+    assert "reuse" not in told, "the engine's gate chooses"
 
 
 def test_an_engine_without_it_gets_a_plain_prompt(tokenizer: Tokenizer) -> None:

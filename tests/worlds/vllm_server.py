@@ -173,8 +173,10 @@ class StartFailed(Exception):
 def running_vllm(
     folder: Path, model: Path, extra: Mapping[str, Any] | None = None, *args: str
 ) -> Iterator[VllmServer]:
-    """A server whose model is not compiled, unless `args` say otherwise; chunk KV in `folder`."""
+    """A server whose model is not compiled, unless `args` say otherwise; chunk KV in `folder`.
+    `weave` where neither `extra` nor a request names another strategy: it never declines."""
     settings = {"disk_folder": str(folder / "kv"), "codec": "raw", "making": "never"}
+    settings["reuse"] = "weave"
     flags = args or ("--enforce-eager",)
     server = VllmServer(folder, model, {**settings, **(extra or {})}, *flags)
     try:

@@ -60,6 +60,14 @@ class Prefilled(NamedTuple):
     first: FirstToken | None  # as of Fused
     record: FuseRecord
 
+    @property
+    def lead(self) -> float:
+        """How far the likeliest token's logit is ahead of the next one's; waits for it."""
+        if self.first is not None:
+            return self.first.lead
+        first, second = self.logits.topk(2).values.tolist()
+        return float(first - second)
+
 
 class OrderedPrefill(NamedTuple):
     """A prefill that a device is at."""

@@ -100,7 +100,7 @@ def _transfer(request: UpstreamRequest, card: UpstreamCard) -> dict[str, Any] | 
             "preamble": prompt.preamble,
             "reuse": request.reuse,
             "ratio": request.ratio,
-            "bound": request.bound if request.reuse is None and is_ours else None,
+            "bound": request.bound if request.reuse is None else None,
             "asked": None if prompt.asked is None else list(prompt.asked),
         }
         transfer = {name: value for name, value in transfer.items() if value is not None}

@@ -52,8 +52,9 @@ class ModelSpec:
     experts: ExpertSpec | None = None
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The ModelSpec of a model folder."""
+def read_spec(folder: Path, *, packed: bool = False) -> ModelSpec:
+    """The ModelSpec of a model folder. `packed`: its weights may be quantised in a way that another
+    program loads."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelNotFound(f"{folder} has no config.json; --model wants a Hugging Face folder")
@@ -63,6 +64,8 @@ def read_spec(folder: Path) -> ModelSpec:
         raise ModelCorrupt(f"{path} is not JSON ({error}); download the model again") from error
     if not isinstance(config, dict):
         raise ModelCorrupt(f"{path} is not a JSON object; download the model again")
+    if packed:
+        config.pop("quantization_config", None)
     try:
         spec = spec_from_config(config)
         assert_sane(spec)

@@ -21,7 +21,8 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_said_is_what_kvweaves_own_server_does(tmp_path: Path) -> None:
     settings = read_settings({})
     assert (settings.codec, str(settings.preparation.variant)) == ("int8", "filler:4")
-    assert (settings.reuse, settings.ratio, settings.making) == ("weave", None, "idle")
+    assert (settings.reuse, settings.ratio, settings.making) == ("auto", None, "idle")
+    assert settings.bound == 0.02
     host, disk = settings.store_config().tiers
     assert host == HostTierConfig()
     assert isinstance(disk, DiskTierConfig)
@@ -32,9 +33,10 @@ def test_vllms_flag_goes_before_a_variable(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("KVWEAVE_STORE_REDIS_URL", "redis://:secret@127.0.0.1:1/0")
     monkeypatch.setenv("KVWEAVE_STORE_CODEC", "int4")
     settings = read_settings(
-        {"codec": "raw", "host_bytes": "64MiB", "disk_bytes": 0, "reuse": "epic:0.3"}
+        {"codec": "raw", "host_bytes": "64MiB", "disk_bytes": 0, "reuse": "epic:0.3", "bound": 0.01}
     )
     assert (settings.codec, settings.reuse, settings.ratio) == ("raw", "epic", 0.3)
+    assert settings.bound == 0.01
     host, remote = settings.store_config().tiers
     assert host.capacity_bytes == 64 << 20
     assert isinstance(remote, RedisTierConfig)
@@ -54,7 +56,8 @@ def test_a_look_takes_next_to_no_memory() -> None:
         ({"making": "soon"}, "idle, never"),
         ({"encoding": "neighbours"}, "no knowledge base"),
         ({"encoding": "magic"}, "unknown"),
-        ({"reuse": "magic"}, "unknown"),
+        ({"reuse": "magic"}, "unknown; known: auto, full"),
+        ({"bound": -1}, "quality.bound|bound"),
         ({"reuse": "weave:lots"}, "weave:0.15"),
     ],
 )

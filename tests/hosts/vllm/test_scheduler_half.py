@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +14,18 @@ from kvweave.config import StoreSettings
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation
+from kvweave.hosts.vllm.auto_reuse import AutoReuse, AutoVerdict, PermittedReuse
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.orders import StepReport
+from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.scheduler_half import SchedulerHalf
 from kvweave.hosts.vllm.settings import HostSettings
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.load import load_decoder
+from kvweave.reasons import Reason
+from worlds.lora import make_adapter
 
 BLOCK = 16
 PREAMBLE = tuple(range(3, 11))
@@ -76,13 +82,28 @@ def encoder(
 
 @pytest.fixture
 def half(identity: ModelIdentity, encoder: ChunkEncoder) -> Iterator[SchedulerHalf]:
-    """Looks into the encoder's disk."""
+    """Looks into the encoder's disk. `weave` where a request says nothing."""
+    yield from open_half(identity, encoder, reuse="weave")
+
+
+def open_half(
+    identity: ModelIdentity, encoder: ChunkEncoder, **settings: Any
+) -> Iterator[SchedulerHalf]:
     disk = next(slot.tier for slot in encoder.store.inventory.below)
     tiers = (HostTierConfig(1 << 20, pinned=False), DiskTierConfig(Path(disk.place), fsync=False))
-    settings = HostSettings(StoreSettings(), identity.preparation)
-    made = SchedulerHalf(settings, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
+    of = HostSettings(StoreSettings(), identity.preparation, **settings)
+    made = SchedulerHalf(of, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
     yield made
     made.close()
+
+
+@pytest.fixture
+def auto_half(
+    identity: ModelIdentity, encoder: ChunkEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SchedulerHalf]:
+    """With the default, of a model that was never calibrated."""
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path))
+    yield from open_half(identity, encoder)
 
 
 @pytest.fixture
@@ -132,6 +153,52 @@ def test_a_stored_prompt_is_filled_up_to_its_last_token(half: SchedulerHalf) -> 
         "kvweave": {"way": "fused", "stored": 4, "missing": 0, "reused": 7}
     }
     assert not half.is_owed
+
+
+@pytest.mark.usefixtures("stored")
+def test_auto_computes_a_model_exactly_that_was_never_calibrated(auto_half: SchedulerHalf) -> None:
+    request, plain = MadeRequest("a", IDS, wish()), MadeRequest("b", IDS)
+    auto_half.plan_request(request)
+    assert auto_half.external_tokens(request, 0) == 0
+    assert request.block_hashes == plain.block_hashes, "it is exact, and may be found as such"
+    assert auto_half.take_counts() == {"way exact": 1, f"why {Reason.NO_PROFILE}": 1}
+    other = MadeRequest("c", IDS, wish(chunks=[[8, 37], [37, 128]]))
+    auto_half.plan_request(other)
+    for name in "ac":
+        told = auto_half.forget_request(name)
+        assert told is not None
+        assert (told["kvweave"]["way"], told["kvweave"]["why"]) == ("exact", Reason.NO_PROFILE)
+    assert not auto_half.is_owed, "chunk KV that nothing may use is not made"
+    named = MadeRequest("d", IDS, wish(reuse="weave"))
+    auto_half.plan_request(named)
+    assert auto_half.external_tokens(named, 0) == len(IDS) - 1
+
+
+@pytest.mark.usefixtures("stored")
+def test_auto_takes_what_computes_the_fewest_rows_of_what_is_permitted(
+    auto_half: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(_: AutoReuse, wish: ReuseRequest, ids: tuple[int, ...]) -> AutoVerdict:
+        made = [
+            PermittedReuse(replace(wish, reuse="weave", ratio=0.3, bound=None), 0.1),
+            PermittedReuse(replace(wish, reuse="epic", ratio=0.1, bound=None, close_call=0.2), 0.1),
+            PermittedReuse(replace(wish, reuse="reuse", ratio=0.0, bound=None), 0.7),
+        ]
+        return AutoVerdict(tuple(made), "", {"weave": 0.3, "epic": 0.1, "reuse": 0.0})
+
+    monkeypatch.setattr(AutoReuse, "judge", judge)
+    request = MadeRequest("a", IDS, wish())
+    auto_half.plan_request(request)
+    auto_half.order_fill(request, range(9), auto_half.external_tokens(request, 0))
+    (order,) = auto_half.take_orders([], False).fuse
+    assert (order.wish.reuse, order.wish.ratio, order.wish.close_call) == ("epic", 0.1, 0.2)
+    close = StepReport(fused={"a": {"way": "exact", "why": str(Reason.CLOSE_CALL)}})
+    auto_half.note_report(close)
+    assert auto_half.take_counts() == {"way exact": 1, f"why {Reason.CLOSE_CALL}": 1}
+    told = auto_half.forget_request("a")
+    assert told is not None
+    assert told["kvweave"]["why"] == Reason.CLOSE_CALL
+    assert told["kvweave"]["gate"] == {"weave": 0.3, "epic": 0.1, "reuse": 0.0}
 
 
 @pytest.mark.usefixtures("stored")
@@ -206,6 +273,39 @@ def test_what_the_worker_made_counts_as_stored(
     assert half.external_tokens(request, 0) == len(ids) - 1
 
 
+@pytest.mark.usefixtures("stored")
+def test_an_adapter_has_chunk_kv_of_its_own(
+    half: SchedulerHalf, identity: ModelIdentity, chat_model_folder: Path, tmp_path: Path
+) -> None:
+    folder = make_adapter(chat_model_folder, tmp_path / "adapter", seed=1)
+    request = MadeRequest("a", IDS, wish())
+    request.lora_request = SimpleNamespace(lora_int_id=3, lora_path=str(folder))
+    half.plan_request(request)
+    assert half.external_tokens(request, 0) == 0
+    told = half.forget_request("a")
+    assert told is not None
+    assert told["kvweave"]["missing"] == 4, "what the bare model has is not its own"
+    (encode,) = half.take_orders([], True).encode
+    assert encode.lora is not None
+    assert encode.lora.number == 3
+    adapted = identity.with_lora(encode.lora)
+    names = adapted.names(PREAMBLE, "")
+    made = [names.exact_key(CHUNKS[0]), *map(names.key, CHUNKS[1:])]
+    half.note_report(StepReport(settled={encode.number}, made=list(made)))
+    again = MadeRequest("b", IDS, wish())
+    again.lora_request = request.lora_request
+    half.plan_request(again)
+    half.order_fill(again, range(9), half.external_tokens(again, 0))
+    (order,) = half.take_orders([], False).fuse
+    assert order.lora == encode.lora
+    auto = MadeRequest("c", IDS, wish(reuse="auto"))
+    auto.lora_request = request.lora_request
+    half.plan_request(auto)
+    told = half.forget_request("c")
+    assert told is not None
+    assert told["kvweave"]["why"] == Reason.NOT_CALIBRATED
+
+
 def test_what_the_worker_lost_is_looked_for_and_made_again(
     half: SchedulerHalf, identity: ModelIdentity
 ) -> None:
@@ -242,7 +342,8 @@ def test_blocks_that_another_writes_in_this_step_are_not_read(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lora_request": object()}, "LoRA"),
+        ({"lora_request": SimpleNamespace(lora_int_id=1, lora_path="gone")}, "LoRA"),
+        ({"lora_request": SimpleNamespace(load_inplace=True)}, "replaced in place"),
         ({"mm_features": [1]}, "images"),
         ({"prompt_embeds": object()}, "embeddings"),
         ({"resumable": True}, "session"),

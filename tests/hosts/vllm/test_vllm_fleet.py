@@ -64,6 +64,7 @@ class Fleet:
             "redis_url": self._url,
             "disk_folder": str(self._folder / name / "kv"),
             "codec": "raw",
+            "reuse": "weave",
             "making": ("idle", "never")[place],
         }
         cores = usable_cores()

@@ -134,8 +134,8 @@ def test_a_compiled_model_is_fused_alike(
 
 def test_what_cannot_be_fused_ends_the_start_with_its_name(smollm2: Path, tmp_path: Path) -> None:
     with (
-        pytest.raises(StartFailed, match="LoRA is on"),
-        running_vllm(tmp_path, smollm2, None, "--enforce-eager", "--enable-lora"),
+        pytest.raises(StartFailed, match="the KV cache is 'fp8'"),
+        running_vllm(tmp_path, smollm2, None, "--enforce-eager", "--kv-cache-dtype", "fp8"),
     ):
         pass
     with (

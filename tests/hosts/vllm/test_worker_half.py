@@ -19,6 +19,7 @@ from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
+from kvweave.hosts.vllm.lora import Adapter
 from kvweave.hosts.vllm.orders import EncodeOrder, ForgetOrder, FuseOrder, StepOrders
 from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.worker_half import WorkerHalf
@@ -29,6 +30,8 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.model.rows import Rows
 from kvweave.model.sequence_kv import SequenceKV
+from kvweave.reasons import Reason
+from worlds.tiny_models import make_chat_model_folder
 
 SIZE, NUM_BLOCKS = 16, 40
 SPANS = ((8, 38), (38, 70), (75, 101))  # with a gap of five tokens
@@ -124,6 +127,44 @@ def test_a_share_of_the_rows_leaves_the_rest_as_stored(
     assert told["reused"] > 0 < told["recomputed"]
     last = len(blocks.caches) - 1
     assert (read(blocks, last) - truth(exact, last)).abs().max() > 1e-3
+
+
+def test_a_close_call_is_left_to_vllm(worker: WorkerHalf, blocks: Blocks) -> None:
+    made = order(ratio=0.2)
+    worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e3))]))
+    assert worker.take_report().fused == {"a": {"way": "exact", "why": Reason.CLOSE_CALL}}
+    assert worker.take_failed_blocks() == set(TABLE)
+    assert all((cache == 7.0).all() for cache in blocks.caches), "nothing was written"
+    worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e-9))]))
+    (told,) = worker.take_report().fused.values()
+    assert told["reused"] > 0
+    assert not worker.take_failed_blocks()
+
+
+def test_an_adapter_is_computed_with_and_stores_under_names_of_its_own(
+    decoder: Decoder, identity: ModelIdentity, blocks: Blocks, tmp_path: Path
+) -> None:
+    """Another model stands in for one with an adapter on it."""
+    adapted = load_decoder(make_chat_model_folder(tmp_path, seed=5), device="cpu", dtype="float32")
+    store = KVStore(StoreConfig(tiers=(HostTierConfig(1 << 26, pinned=False),)))
+    asked: list[Adapter] = []
+
+    def adapt(lora: Adapter) -> Decoder:
+        asked.append(lora)
+        return adapted
+
+    worker = WorkerHalf(decoder, blocks.kv, store, identity, adapt)
+    lora = Adapter(4, "d1")
+    worker.fill(StepOrders([order(), replace(order("b"), lora=lora)]))
+    report = worker.take_report()
+    assert [told["way"] for told in report.fused.values() if "way" in told] == []
+    assert len(set(report.made)) == 2 * len(SPANS)
+    assert asked == [lora]
+    kv = adapted.new_kv(len(IDS))
+    adapted.forward([Rows(IDS, range(len(IDS)), kv, [len(IDS) - 1])])
+    for layer in range(len(blocks.caches)):
+        torch.testing.assert_close(read(blocks, layer), truth(kv, layer), rtol=1e-4, atol=1e-5)
+    worker.close()
 
 
 def test_what_vllm_has_is_read_and_never_written(

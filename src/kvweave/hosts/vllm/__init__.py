@@ -3,7 +3,8 @@
     scheduler process                          worker process
     connector ─► scheduler_half                connector ─► worker_half ─► fuse/prefill
                  │ what is stored? (store)                  │              adapter: vLLM's modules
-                 │ fuse or not, salt the blocks             │              kv_blocks: vLLM's KV
+                 │ may it be fused? (auto_reuse)            │              kv_blocks: vLLM's KV
+                 │ fuse or not, salt the blocks             │
                  └──────── orders (a step) ────────────────►│ chunk_maker: chunk KV in idle steps
                  ◄──────── reports ─────────────────────────┘
 

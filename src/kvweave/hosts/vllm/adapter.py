@@ -3,7 +3,7 @@
 Products run through vLLM's linear layers, so whatever it has packed there is used as it is; norms
 and rotation are kvweave's operators over vLLM's weights. Nothing is captured and nothing
 compiled: beside a compiled model the same modules run eagerly. On the thread of the forward pass,
-between two of vLLM's own passes.
+between two of vLLM's own passes. Where LoRA is on, vLLM's layers are wrapped: see lora.py.
 
 Shapes: R rows, E hidden dim, Hq query heads, Hk KV heads, D head dim, V vocabulary.
 """
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvweave.fuse.protocol import Projected
+from kvweave.hosts.vllm.lora import Adapter, add_adapter, base_of, find_slot
 from kvweave.kernels.elementwise import rms_norm
 from kvweave.kernels.rope import Angles, make_angles
 from kvweave.model.rope import frequencies
@@ -28,10 +29,12 @@ class VllmDecoder:
 
     can_record = False  # recordings belong to vLLM here
 
-    def __init__(self, model: Any, spec: ModelSpec) -> None:
-        """`model` is the outer module, with the head; it was found fit by capabilities.py."""
+    def __init__(self, model: Any, spec: ModelSpec, lora: Adapter | None = None) -> None:
+        """`model` is the outer module, with the head; it was found fit by capabilities.py. `lora`
+        is computed with, which must be loaded then."""
         self.spec = spec
         self._model = model
+        self._lora = lora
         self._layers = list(model.model.layers)
         norm = model.model.norm.weight
         self.device: torch.device = norm.device
@@ -45,34 +48,45 @@ class VllmDecoder:
         return make_angles(positions, self._inv_freq, 1.0, torch.float32)
 
     def embed(self, ids: Tensor) -> Tensor:
-        hidden: Tensor = self._model.model.embed_tokens(ids)
+        hidden: Tensor = base_of(self._model.model.embed_tokens)(ids)
         return hidden
 
     def qkv(self, layer: int, h: Tensor, out: Tensor | None = None) -> Projected:
         assert out is None, "nothing is recorded here"
         spec, each = self.spec, self._layers[layer]
         attention = each.self_attn
-        fused, _ = attention.qkv_proj(self._norm(h, each.input_layernorm))
+        fused = self._product(attention.qkv_proj, self._norm(h, each.input_layernorm))
         fused = fused.view(len(h), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
-        q, k, v = fused.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        q, k, v = fused.split_with_sizes(heads, dim=1)
         if spec.qk_norm:
             q, k = self._norm(q, attention.q_norm), self._norm(k, attention.k_norm)
         return QKV(q, k, v)
 
     def finish(self, layer: int, h: Tensor, attended: Tensor) -> Tensor:
         each = self._layers[layer]
-        h.add_(each.self_attn.o_proj(attended.flatten(1))[0])
-        gate_up, _ = each.mlp.gate_up_proj(self._norm(h, each.post_attention_layernorm))
-        gate, up = gate_up.chunk(2, dim=-1)
+        h.add_(self._product(each.self_attn.o_proj, attended.flatten(1)))
+        normed = self._norm(h, each.post_attention_layernorm)
+        gate, up = self._product(each.mlp.gate_up_proj, normed).chunk(2, dim=-1)
         # not in place: some of vLLM's products want their rows side by side
-        return h.add_(each.mlp.down_proj(F.silu(gate).mul_(up))[0])
+        return h.add_(self._product(each.mlp.down_proj, F.silu(gate).mul_(up)))
 
     def logits(self, h: Tensor) -> Tensor:
-        made: Tensor = self._model.compute_logits(self._norm(h, self._model.model.norm))
+        model = self._model
+        processor, head = base_of(model.logits_processor), base_of(model.lm_head)
+        made: Tensor = processor(head, self._norm(h, model.model.norm))
         return made.float()
 
     def recording(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _product(self, module: Any, x: Tensor) -> Tensor:
+        """Rows x [R, in] through a linear layer, and through its part of the adapter."""
+        base = base_of(module)
+        made: Tensor = base(x)[0]
+        if self._lora is not None and base is not module:
+            add_adapter(made, x, module, find_slot(self._model, self._lora.number))
+        return made
 
     def _norm(self, x: Tensor, norm: Any) -> Tensor:
         return rms_norm(x, norm.weight, self.spec.norm_eps)

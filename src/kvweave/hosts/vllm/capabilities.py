@@ -45,8 +45,6 @@ def config_complaints(config: Any) -> list[str]:
             f"the KV cache is {kept!r}, and chunk KV is written as the model computes it; "
             "leave --kv-cache-dtype at auto"
         )
-    if config.lora_config is not None:
-        found.append("LoRA is on, and chunk KV belongs to one set of weights")
     speculative = config.speculative_config
     if speculative is not None and getattr(speculative, "method", None) != "ngram":
         found.append("speculative decoding has a draft model whose KV nobody would fill")
@@ -68,8 +66,19 @@ def model_complaints(model: Any, spec: ModelSpec) -> list[str]:
     kinds = {type(layer).__name__ for layer in layers}
     if not kinds <= set(LAYERS):
         return [f"layers of kind {', '.join(sorted(kinds))}; known: {', '.join(LAYERS)}"]
-    complaints = _attention_complaints([layer.self_attn for layer in layers], spec)
-    return complaints + _angle_complaints(model, spec)
+    attention = [layer.self_attn for layer in layers]
+    complaints = _attention_complaints(attention, spec) + _angle_complaints(model, spec)
+    return complaints + cache_complaints(attention, model.model.norm.weight.dtype)
+
+
+def cache_complaints(layers: Sequence[Any], dtype: torch.dtype) -> list[str]:
+    """Where quantised weights bring a KV cache of another dtype along, whatever the flag says."""
+    kept = {getattr(layer.attn, "kv_cache_torch_dtype", dtype) for layer in layers}
+    if kept <= {dtype}:
+        return []
+    names = ", ".join(sorted(str(each).removeprefix("torch.") for each in kept))
+    wanted = str(dtype).removeprefix("torch.")
+    return [f"these weights keep their KV in {names}; say --kv-cache-dtype {wanted}"]
 
 
 def _attention_complaints(layers: Sequence[Any], spec: ModelSpec) -> list[str]:

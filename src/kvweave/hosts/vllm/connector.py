@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -172,7 +173,8 @@ class KvweaveConnector(KVConnectorBase_V1):
         spec = self._identity.spec
         blocks = KVBlocks(caches, writers, self._block_tokens, spec.head_dim)
         store = KVStore(self._settings.store_config())
-        self._worker = WorkerHalf(VllmDecoder(model, spec), blocks, store, self._identity)
+        decoder_with = partial(VllmDecoder, model, spec)  # an adapter
+        self._worker = WorkerHalf(decoder_with(), blocks, store, self._identity, decoder_with)
         tiers = ", ".join(slot.name for slot in store.inventory.slots)
         log.info(
             "kvweave fuses in %s: chunk KV %s behind %s in %s; blocks are %s",

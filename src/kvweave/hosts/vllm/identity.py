@@ -5,6 +5,7 @@ its tokenizer. Both halves read them by themselves, so no name travels between p
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import ISOLATED, variant_name
 from kvweave.fuse.encode.preparation import Preparation, Texts
+from kvweave.hosts.vllm.lora import Adapter
 from kvweave.kv.format.codec import dtype_name
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import revision_of
@@ -29,7 +31,7 @@ class ServedModel(NamedTuple):
     name: str  # a folder or a hub id
     revision: str | None
     dtype: torch.dtype
-    quantization: str | None  # that vLLM applies while it loads
+    quantization: str | None  # of its weights: in the folder, or applied while vLLM loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,24 @@ class ModelIdentity:
     context: KeyContext  # without a preamble and a tenant
     preparation: Preparation
     texts: Texts
+    weights: str  # fingerprint: a profile is of these
+
+    @property
+    def encoding_context(self) -> str:
+        """What chunks are computed behind, as keys and calibration tables name it."""
+        return variant_name(self.preparation.variant, self.texts.filler)
+
+    def with_lora(self, lora: Adapter | None) -> "ModelIdentity":
+        """The same weights with an adapter on them: another model to whoever looks for chunk KV."""
+        if lora is None:
+            return self
+        name = f"{self.context.model}|lora {lora.digest}"
+        model = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        return replace(self, context=replace(self.context, model=model))
 
     def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
         context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)
-        return ChunkNames(context, variant_name(self.preparation.variant, self.texts.filler))
+        return ChunkNames(context, self.encoding_context)
 
 
 class ChunkNames:
@@ -66,10 +82,12 @@ class ChunkNames:
 def identify(served: ServedModel, preparation: Preparation, codec: str) -> ModelIdentity:
     """Reads the model's folder. Raises ModelError or ConfigError for what kvweave cannot name."""
     folder = _folder(served)
-    spec = read_spec(folder)
-    revision = revision_of(TensorFiles(folder).fingerprint(), spec, served.dtype)
-    if served.quantization is not None:  # rounds what the folder has: another function
-        name = f"{revision}|vllm {served.quantization}"
+    packed = served.quantization is not None
+    spec = read_spec(folder, packed=packed)
+    weights = TensorFiles(folder, packed=packed).fingerprint()
+    revision = revision_of(weights, spec, served.dtype)
+    if packed:  # KV is stored as it is computed: its name is all that says how weights were rounded
+        name = f"{revision}|vllm {served.quantization}{_packing(folder)}"
         revision = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
     tokenizer = Tokenizer(folder)
     context = KeyContext(
@@ -80,7 +98,14 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
         preamble_ids=(),
         rope=repr(spec.rope),
     )
-    return ModelIdentity(spec, context, preparation, Texts.for_preparation(tokenizer, preparation))
+    texts = Texts.for_preparation(tokenizer, preparation)
+    return ModelIdentity(spec, context, preparation, texts, weights)
+
+
+def _packing(folder: Path) -> str:
+    """How the weights of a folder are packed, as its config.json has it; "": they are not."""
+    told = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    return f"|{json.dumps(told, sort_keys=True)}" if told else ""
 
 
 def _folder(served: ServedModel) -> Path:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvweave.hosts.vllm.lora import Adapter
 from kvweave.hosts.vllm.reuse_request import ReuseRequest
 
 
@@ -16,6 +17,7 @@ class FuseOrder:
     block_ids: tuple[int, ...]  # of the request, in position order
     num_local: int  # tokens in front whose KV vLLM has: never written
     is_local_ready: bool = True  # it was there before this step: may be read
+    lora: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class EncodeOrder:
     tenant: str
     in_front: tuple[tuple[int, ...], ...]  # token ids of chunks wanted right behind the preamble
     behind: tuple[tuple[int, ...], ...]  # of chunks wanted behind the encoding context
+    lora: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)

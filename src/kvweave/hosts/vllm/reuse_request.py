@@ -6,6 +6,7 @@ Spans are half-open and count tokens of the prompt. What lies between chunks and
 a gap: computed, as the question is.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,9 @@ from kvweave.fuse.strategy import ModelFacts, Strategy, chosen_ratio
 from kvweave.kv.format.keys import make_tag
 
 NAME = "kvweave"  # the one key of kv_transfer_params that is ours
-KEYS = ("chunks", "preamble", "reuse", "ratio", "asked", "tenant", "missing", "forget")
+KEYS = ("chunks", "preamble", "reuse", "ratio", "bound", "asked", "tenant", "missing", "forget")
+AUTO = "auto"  # the strategy and ratio that calibration lets through
+WITH_RATIO = "weave"  # what a ratio alone means, as in kvweave's own server
 MISSING = ("later", "encode")
 MOST_CHUNKS = 4096  # of a prompt, and to be forgotten at once
 
@@ -34,11 +37,13 @@ class Defaults(NamedTuple):
 
     reuse: str
     ratio: float | None
+    bound: float  # nats per token, of `auto`
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseRequest:
-    """A request's spans and how they shall be reused."""
+    """A request's spans and how they shall be reused. `auto` is replaced by a strategy before
+    anything is ordered."""
 
     preamble: int  # tokens in front, which chunk KV is computed behind
     chunks: tuple[tuple[int, int], ...]  # [start, end), ascending
@@ -47,6 +52,8 @@ class ReuseRequest:
     asked: tuple[int, int] | None = None  # the user's own words, behind the chunks
     tenant: str = ""  # chunk KV is shared with those alone who say the same
     is_encoded_first: bool = False  # what is not stored is encoded before this request is fused
+    bound: float | None = None  # nats per token, as long as `reuse` is auto
+    close_call: float = 0.0  # nats; a first token that leads by less is computed exactly
 
     @property
     def question_start(self) -> int:
@@ -91,11 +98,7 @@ def parse_reuse_request(
             f"chunks end at {chunks[-1][1]} of {num_tokens} tokens; a question stands behind them"
         )
     reuse, ratio = _reuse(given, defaults)
-    strategy = open_strategy(reuse, ModelFacts(num_layers))
-    if strategy.needs(num_layers).extras:
-        raise RequestError(
-            f"reuse {reuse!r} needs more beside chunk KV than vLLM makes; take weave"
-        )
+    bound = _bound(given, defaults) if reuse == AUTO else None
     tenant, missing = given.get("tenant", ""), given.get("missing", "later")
     if not isinstance(tenant, str):
         raise RequestError(f"tenant must be a text, got {tenant!r}")
@@ -105,10 +108,11 @@ def parse_reuse_request(
         preamble,
         chunks,
         reuse,
-        chosen_ratio(strategy, ratio),
+        0.0 if reuse == AUTO else _checked_ratio(reuse, ratio, num_layers),
         _asked_span(given.get("asked"), chunks[-1][1], num_tokens),
         tenant,
         missing == "encode",
+        bound,
     )
 
 
@@ -136,7 +140,27 @@ def _reuse(given: Mapping[str, Any], defaults: Defaults) -> tuple[str, float | N
         return reuse, defaults.ratio if reuse == defaults.reuse else None
     if isinstance(ratio, bool) or not isinstance(ratio, int | float):
         raise RequestError(f"ratio must be a number from 0 to 1, got {ratio!r}")
-    return reuse, ratio
+    if given.get("reuse") == AUTO:
+        raise RequestError("reuse 'auto' chooses the ratio itself; leave it out")
+    return WITH_RATIO if reuse == AUTO else reuse, ratio
+
+
+def _checked_ratio(reuse: str, ratio: float | None, num_layers: int) -> float:
+    """The ratio of a strategy that can be had here."""
+    strategy = open_strategy(reuse, ModelFacts(num_layers))
+    if strategy.needs(num_layers).extras:
+        raise RequestError(
+            f"reuse {reuse!r} needs more beside chunk KV than vLLM makes; take weave"
+        )
+    return chosen_ratio(strategy, ratio)
+
+
+def _bound(given: Mapping[str, Any], defaults: Defaults) -> float:
+    bound = given.get("bound", defaults.bound)
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number or not 0.0 <= bound < math.inf:
+        raise RequestError(f"bound must be a number of nats per token from 0 on, got {bound!r}")
+    return float(bound)
 
 
 def _chunk_spans(given: Any) -> tuple[tuple[int, int], ...]:

@@ -2,7 +2,8 @@
 for computed.
 
 A request arrives with its spans. The store is looked into, the exact blocks that vLLM has are
-counted, and the rows of either way are compared. A request that is fused gets its blocks salted and
+counted, and the rows of either way are compared; where no strategy was named, calibration says
+which may be taken (auto_reuse.py). A request that is fused gets its blocks salted and
 is declared computed up to its last token: the worker fills these blocks before the forward pass. A
 request that is not fused is vLLM's alone, down to its exact prefixes. What was not stored is
 encoded when a request is finished, in steps in which vLLM has nothing to do.
@@ -17,11 +18,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvweave.errors import KVWeaveError
 from kvweave.fuse.request import State
+from kvweave.fuse.strategy import Strategy
+from kvweave.hosts.vllm.auto_reuse import AutoReuse, PermittedReuse
 from kvweave.hosts.vllm.identity import ModelIdentity
+from kvweave.hosts.vllm.lora import Adapter, AdapterNames
 from kvweave.hosts.vllm.orders import (
     EncodeOrder,
     ForgetOrder,
@@ -30,6 +34,7 @@ from kvweave.hosts.vllm.orders import (
     StepReport,
 )
 from kvweave.hosts.vllm.reuse_request import (
+    AUTO,
     NAME,
     Defaults,
     Part,
@@ -75,13 +80,32 @@ class RequestPlan:
 
     way: Literal["fused", "exact", "refused"]
     why: str = ""
+    reason: str = ""  # of `why`, without its figures: what is counted
     wish: ReuseRequest | None = None  # set exactly when fused
     salt: bytes = b""
     num_tokens: int = 0  # of its prompt
     owed: tuple[list[Ids], list[Ids]] = field(default_factory=lambda: ([], []))  # not stored: ids
-    counts: dict[str, int] = field(default_factory=dict)  # chunks that are stored, and missing
+    told: dict[str, Any] = field(default_factory=dict)  # more that the reply says
     preamble_ids: Ids = ()
     tenant: str = ""
+    lora: Adapter | None = None
+
+
+class RowCount(NamedTuple):
+    """What of a prompt there is to compute, in rows through all layers."""
+
+    plain: int  # by vLLM alone
+    computed: int  # behind what vLLM has: chunks that are not stored, and gaps
+    reused: int  # stored
+    question: int
+
+    def fused(self, strategy: Strategy, ratio: float, num_layers: int) -> float:
+        """Rows of the fused way, its probe among them."""
+        needs = strategy.needs(num_layers)
+        wide = needs.full_width_layers / num_layers
+        depth = strategy.depth(num_layers) if ratio < 1 else 1.0
+        recomputed = self.reused * (wide + (1 - wide) * ratio * depth)
+        return self.computed + recomputed + self.question * (1 + needs.probe_depth / num_layers)
 
 
 class SchedulerHalf:
@@ -103,6 +127,10 @@ class SchedulerHalf:
         self._next_order = 0
         self._counts: Counter[str] = Counter()  # since they were last taken
         self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
+        self._adapters = AdapterNames()
+        self._auto = AutoReuse(identity)
+        if settings.reuse == AUTO:
+            self._auto.tell()
 
     def look_at_cache(self, is_cached: Callable[[Any], bool]) -> None:
         """`is_cached` says whether vLLM's prefix cache has a block of this hash."""
@@ -128,6 +156,8 @@ class SchedulerHalf:
             salt_blocks(request, self._num_cached(request), plan.salt)
         if plan.way != "fused":  # that is counted when it is done
             self._counts[f"way {plan.way}"] += 1
+        if plan.reason:
+            self._counts[f"why {plan.reason}"] += 1
         self._plans[request.request_id] = plan
 
     def external_tokens(self, request: ServedRequest, num_local: int) -> int:
@@ -148,7 +178,9 @@ class SchedulerHalf:
             return
         token_ids = tuple(request.prompt_token_ids or ())
         num_local = plan.num_tokens - 1 - num_external
-        order = FuseOrder(request.request_id, token_ids, plan.wish, tuple(block_ids), num_local)
+        order = FuseOrder(
+            request.request_id, token_ids, plan.wish, tuple(block_ids), num_local, lora=plan.lora
+        )
         self._orders.fuse.append(order)
 
     def forget_request(self, request_id: str) -> dict[str, Any] | None:
@@ -160,7 +192,7 @@ class SchedulerHalf:
         if self._settings.making == "idle":
             self._owe(plan)
         told = {"way": plan.way, "why": plan.why} if plan.why else {"way": plan.way}
-        return {NAME: {**told, **plan.counts, **report}}
+        return {NAME: {**told, **plan.told, **report}}
 
     def take_counts(self) -> dict[str, int]:
         """Requests by way and tokens of fused ones by state, since this was last asked."""
@@ -188,6 +220,8 @@ class SchedulerHalf:
             if request_id in self._plans:
                 self._reports[request_id] = each
             self._counts[f"way {each.get('way', 'fused')}"] += 1
+            if why := each.get("why"):
+                self._counts[f"why {why}"] += 1
             for state in State:
                 if tokens := each.get(str(state)):
                     self._counts[f"state {state}"] += tokens
@@ -214,16 +248,19 @@ class SchedulerHalf:
     def _plan(self, request: ServedRequest, params: Mapping[str, Any]) -> RequestPlan:
         if gone := parse_forget(params):
             self._forget(gone)
-            return RequestPlan("exact", "it forgets chunks", counts={"forgotten": len(gone)})
+            return RequestPlan("exact", "it forgets chunks", told={"forgotten": len(gone)})
         ids = tuple(request.prompt_token_ids or ())
-        defaults = Defaults(self._settings.reuse, self._settings.ratio)
+        settings = self._settings
+        defaults = Defaults(settings.reuse, settings.ratio, settings.bound)
         num_layers = self._identity.spec.num_layers
         if unfit := _unfit(request, ids):
             return RequestPlan("refused", unfit)
         wish = parse_reuse_request(params, len(ids), defaults, num_layers)
         if wish is None:
             return RequestPlan("refused", f"{NAME} is null; leave it out")
-        stored = self._find_stored(wish, ids)
+        adapted = getattr(request, "lora_request", None)
+        lora = None if adapted is None else self._adapters.name(adapted)
+        stored = self._find_stored(wish, ids, lora)
         chunks = [part for part in wish.parts() if part.is_chunk]
         missing = [part for part, is_there in zip(chunks, stored, strict=True) if not is_there]
         owed: tuple[list[Ids], list[Ids]] = ([], [])
@@ -233,15 +270,52 @@ class SchedulerHalf:
             "exact",
             owed=owed,
             num_tokens=len(ids),
-            counts={"stored": len(chunks) - len(missing), "missing": len(missing)},
+            told={"stored": len(chunks) - len(missing), "missing": len(missing)},
             preamble_ids=ids[: wish.preamble],
             tenant=wish.tenant,
+            lora=lora,
         )
-        why = self._why_not(request, wish, missing, len(ids))
-        if why is not None:
-            plan.why = why
+        rows = self._count_rows(request, wish, missing, len(ids))
+        if wish.reuse == AUTO:
+            return self._plan_freely(plan, wish, ids, rows)
+        if wish.strategy(num_layers).reuses != "all":
+            plan.reason, plan.why = Reason.FUSES_NOTHING, f"{Reason.FUSES_NOTHING}: {wish.reuse}"
             return plan
-        salt = hashlib.sha256(repr((wish, ids)).encode()).digest()
+        return self._plan_cheapest(plan, [PermittedReuse(wish, 0.0)], ids, rows)
+
+    def _plan_freely(
+        self, plan: RequestPlan, wish: ReuseRequest, ids: Ids, rows: RowCount
+    ) -> RequestPlan:
+        """Plan with what calibration lets through."""
+        if plan.lora is not None:  # nobody has calibrated these weights
+            why = str(Reason.NOT_CALIBRATED)
+            return replace(plan, reason=why, why=why, owed=([], []))
+        verdict = self._auto.judge(wish, ids)
+        if verdict.gate:
+            plan.told["gate"] = verdict.gate
+        if verdict.permitted:
+            return self._plan_cheapest(plan, verdict.permitted, ids, rows)
+        if self._auto.doubt is not None:
+            plan.owed = [], []  # chunk KV that no request will be let to use
+        return replace(plan, reason=verdict.why, why=verdict.why)
+
+    def _plan_cheapest(
+        self, plan: RequestPlan, permitted: Sequence[PermittedReuse], ids: Ids, rows: RowCount
+    ) -> RequestPlan:
+        """Plan with what computes the fewest rows, if that is clearly fewer than vLLM would."""
+        num_layers = self._identity.spec.num_layers
+        fewest, wish = min(
+            (
+                # a close call is computed a second time
+                (rows.fused(w.strategy(num_layers), w.ratio, num_layers) + close * rows.plain, w)
+                for w, close in permitted
+            ),
+            key=lambda priced: priced[0],
+        )
+        if fewest > min(WORTH * rows.plain, rows.plain - LEAST_SAVED) and not wish.is_encoded_first:
+            why = f"{Reason.FUSING_IS_DEARER}: {fewest:,.0f} rows beside {rows.plain:,}"
+            return replace(plan, reason=Reason.FUSING_IS_DEARER, why=why)
+        salt = hashlib.sha256(repr((wish, ids, plan.lora)).encode()).digest()
         return replace(plan, way="fused", wish=wish, salt=salt)
 
     def _forget(self, chunk_ids: tuple[str, ...]) -> None:
@@ -251,9 +325,10 @@ class SchedulerHalf:
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
-    def _find_stored(self, wish: ReuseRequest, ids: Ids) -> list[bool]:
+    def _find_stored(self, wish: ReuseRequest, ids: Ids, lora: Adapter | None) -> list[bool]:
         """Whether each chunk's KV is in some tier."""
-        names = self._identity.names(ids[: wish.preamble], wish.tenant)
+        identity = self._identity.with_lora(lora)
+        names = identity.names(ids[: wish.preamble], wish.tenant)
         keys = []
         for part in wish.parts():
             if part.is_chunk:
@@ -265,24 +340,16 @@ class SchedulerHalf:
             for key, peek in zip(keys, peeks, strict=True)
         ]
 
-    def _why_not(
+    def _count_rows(
         self, request: ServedRequest, wish: ReuseRequest, missing: Sequence[Part], num_tokens: int
-    ) -> str | None:
-        """Why a request is left to vLLM; None: it is fused."""
-        if wish.strategy(self._identity.spec.num_layers).reuses != "all":
-            return f"{Reason.FUSES_NOTHING}: {wish.reuse}"
-        if wish.is_encoded_first:
-            return None
+    ) -> RowCount:
         num_exact = self._num_cached(request) * self._block_tokens
         beyond = {part: max(0, part.end - max(part.start, num_exact)) for part in wish.parts()}
         absent = set(missing)
         computed = sum(n for part, n in beyond.items() if part in absent or not part.is_chunk)
         reused = sum(beyond.values()) - computed
-        rows = computed + wish.ratio * reused + num_tokens - wish.question_start
-        plain = num_tokens - num_exact
-        if rows > min(WORTH * plain, plain - LEAST_SAVED):
-            return f"{Reason.FUSING_IS_DEARER}: {rows:,.0f} rows beside {plain:,}"
-        return None
+        question = num_tokens - wish.question_start
+        return RowCount(num_tokens - num_exact, computed, reused, question)
 
     def _num_cached(self, request: ServedRequest) -> int:
         """Number of blocks in front that vLLM has."""
@@ -295,7 +362,7 @@ class SchedulerHalf:
 
     def _owe(self, plan: RequestPlan) -> None:
         """Have what was missing encoded, unless that is ordered already."""
-        names = self._identity.names(plan.preamble_ids, plan.tenant)
+        names = self._identity.with_lora(plan.lora).names(plan.preamble_ids, plan.tenant)
         ordered = {key for keys in self._owed.values() for key in keys}
         todo: list[tuple[Ids, ...]] = []
         keys: list[ChunkKey] = []
@@ -308,7 +375,7 @@ class SchedulerHalf:
             self._next_order += 1
             number = self._next_order
             self._owed[number] = keys
-            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1])
+            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1], plan.lora)
             self._orders.encode.append(order)
 
     @staticmethod
@@ -327,8 +394,6 @@ def _unfit(request: ServedRequest, ids: Ids) -> str | None:
         return "prompt embeddings cannot be fused"
     if getattr(request, "mm_features", None):
         return "images and audio cannot be fused"
-    if getattr(request, "lora_request", None) is not None:
-        return "a LoRA request cannot be fused"
     if getattr(request, "resumable", False):
         return "a streaming-input session cannot be fused"
     if not hasattr(request, "_block_hasher"):

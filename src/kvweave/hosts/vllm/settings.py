@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from kvweave.app.library.store_tiers import remote_tiers
-from kvweave.config import Flag, StoreSettings, known_keys, load_config
+from kvweave.config import Flag, QualitySettings, StoreSettings, known_keys, load_config
 from kvweave.config_keys import Key
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.fuse.selectors.strategies import is_known, known_names, split_ratio
+from kvweave.hosts.vllm.reuse_request import AUTO
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig, TierConfig
 from kvweave.paths import home
 
 SOURCE = "kv_connector_extra_config"
 CODEC = "int8"  # as kvweave's own server: its chunk KV is found here
-REUSE = "weave"
 FOLDER = "vllm-kv"  # of the disk tier, below `home()`
 MAKING = ("idle", "never")  # when chunks that are not stored are encoded by themselves
 LOOK_BYTES = 1 << 20  # host memory of a store that is only looked into
@@ -32,8 +32,9 @@ class HostSettings:
 
     store: StoreSettings
     preparation: Preparation  # what chunks are computed behind
-    reuse: str = REUSE  # of requests that do not say it
+    reuse: str = AUTO  # of requests that do not say it
     ratio: float | None = None  # None: the strategy's own
+    bound: float = QualitySettings().bound  # of auto, nats per token
     making: str = "idle"  # of MAKING
 
     @property
@@ -79,24 +80,24 @@ def read_settings(extra: Mapping[str, Any]) -> HostSettings:
             "inside vLLM there is no knowledge base to find neighbours in; use filler"
         )
     reuse, ratio = _reuse(config.quality.reuse)
-    return HostSettings(config.store, preparation, reuse, ratio, making)
+    return HostSettings(config.store, preparation, reuse, ratio, config.quality.bound, making)
 
 
 def _keys() -> dict[str, Key]:
     """The settings that the extra config may hold, by their short names."""
     found = {key.name: key for key in known_keys().values() if key.section == "store"}
-    for name in ("library.encoding", "quality.reuse"):
+    for name in ("library.encoding", "quality.reuse", "quality.bound"):
         found[known_keys()[name].name] = known_keys()[name]
     return found
 
 
 def _reuse(text: str | None) -> tuple[str, float | None]:
-    """A strategy with a ratio if one stands behind it. `auto` is decided in front of vLLM."""
-    if text is None or text == "auto":
-        return REUSE, None
+    """A strategy with a ratio if one stands behind it."""
+    if text is None or text == AUTO:
+        return AUTO, None
     name, share = split_ratio(text)
     if not is_known(name):
-        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
+        raise ConfigError(f"reuse {name!r} is unknown; known: {', '.join([AUTO, *known_names()])}")
     try:
         ratio = None if share is None else float(share)
     except ValueError:

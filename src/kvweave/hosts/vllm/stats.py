@@ -1,6 +1,7 @@
 """What the connector counts, in vLLM's own log and on its /metrics page.
 
 vllm:kvweave_requests_total{way}    requests with chunks: fused, exact, refused, failed
+vllm:kvweave_exact_total{why}       those that were computed exactly: a reason (reasons.py)
 vllm:kvweave_tokens_total{state}    prompt tokens of fused ones: exact, reused, …
 """
 
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 SERIES = {
     "way": ("vllm:kvweave_requests", "Requests that declared chunks, by what became of them."),
+    "why": ("vllm:kvweave_exact", "Requests with chunks that were computed exactly, by why."),
     "state": ("vllm:kvweave_tokens", "Prompt tokens of fused requests, by where KV came from."),
 }
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -21,8 +22,9 @@ from kvweave.fuse.record import ChunkRecord, FuseRecord
 from kvweave.fuse.request import PromptChunk
 from kvweave.fuse.transfer.rooms import OwnRoom
 from kvweave.hosts.vllm.chunk_maker import ChunkMaker, Turns, encode_order
-from kvweave.hosts.vllm.identity import ModelIdentity
+from kvweave.hosts.vllm.identity import ChunkNames, ModelIdentity
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
+from kvweave.hosts.vllm.lora import Adapter
 from kvweave.hosts.vllm.orders import (
     EncodeOrder,
     ForgetOrder,
@@ -37,6 +39,7 @@ from kvweave.reasons import Reason
 
 log = logging.getLogger(__name__)
 
+EncoderKey = tuple[tuple[int, ...], str, Adapter | None]  # preamble, tenant
 KEPT_ENCODERS = 8  # preambles whose KV, with the filler's behind it, stays in memory
 
 
@@ -44,16 +47,23 @@ class WorkerHalf:
     """Fills blocks of fused requests and encodes chunks, in the worker. Close it."""
 
     def __init__(
-        self, decoder: FusionDecoder, blocks: KVBlocks, store: KVStore, identity: ModelIdentity
+        self,
+        decoder: FusionDecoder,
+        blocks: KVBlocks,
+        store: KVStore,
+        identity: ModelIdentity,
+        adapt: Callable[[Adapter], FusionDecoder] | None = None,
     ) -> None:
-        """`decoder` computes what `identity` names. Closes the store."""
+        """`decoder` computes what `identity` names, `adapt` gives one with an adapter on it; None:
+        no request has any. Closes the store."""
         self._decoder = decoder
+        self._adapt = adapt
         self._blocks = blocks
         self._store = store
         self._identity = identity
         self._turns = Turns()
         self._maker = ChunkMaker(self._work_off)
-        self._encoders: OrderedDict[tuple[tuple[int, ...], str], ChunkEncoder] = OrderedDict()
+        self._encoders: OrderedDict[EncoderKey, ChunkEncoder] = OrderedDict()
         self._encoders_lock = threading.Lock()  # the maker's thread asks for them too
         self._buffer: SequenceKV | None = None
         self._report = StepReport()
@@ -74,8 +84,10 @@ class WorkerHalf:
             except Exception:  # whatever it was: vLLM computes what was not filled
                 log.exception("request %s could not be fused; it is computed", order.request_id)
                 self._store.metrics.count("vllm_fuse_failures_total")
-                self._failed_blocks.update(order.block_ids[self._num_had(order) :])
-                self._report.fused[order.request_id] = {"way": "failed"}
+                self._leave(order, {"way": "failed"})
+                continue
+            if record is None:
+                self._leave(order, {"way": "exact", "why": str(Reason.CLOSE_CALL)})
                 continue
             took_ms = (time.perf_counter() - started_s) * 1e3
             self._report.fused[order.request_id] = _reply_fields(record, took_ms)
@@ -109,12 +121,19 @@ class WorkerHalf:
         """Number of blocks in front that vLLM has."""
         return order.num_local // self._blocks.block_tokens
 
-    def _fuse(self, order: FuseOrder) -> FuseRecord:
+    def _leave(self, order: FuseOrder, told: dict[str, Any]) -> None:
+        """Leave a request to vLLM, which computes blocks that are reported."""
+        self._failed_blocks.update(order.block_ids[self._num_had(order) :])
+        self._report.fused[order.request_id] = told
+
+    def _fuse(self, order: FuseOrder) -> FuseRecord | None:
+        """Fill the blocks of a request. None: its first token was a close call, and nothing was
+        written."""
         if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
             raise RuntimeError("it begins with blocks that were not filled in this step")
         ids, wish, spec = order.token_ids, order.wish, self._identity.spec
-        names = self._identity.names(ids[: wish.preamble], wish.tenant)
-        encoder = self._encoder(ids[: wish.preamble], wish.tenant)
+        names = self._names(ids[: wish.preamble], wish.tenant, order.lora)
+        encoder = self._encoder(ids[: wish.preamble], wish.tenant, order.lora)
         parts = wish.parts()
         if wish.is_encoded_first:
             self._report.made += self._encode(_all_of(order), encoder)
@@ -134,7 +153,10 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
-            record = stored.prefill(self._decoder, frame, OwnRoom(kv), wish.ratio).record
+            made = stored.prefill(encoder.decoder, frame, OwnRoom(kv), wish.ratio)
+        record = made.record
+        if wish.close_call and made.lead < wish.close_call:
+            return None
         self._write(order, kv)
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:
@@ -181,18 +203,31 @@ class WorkerHalf:
 
     def _encode(self, order: EncodeOrder, encoder: ChunkEncoder | None = None) -> list[ChunkKey]:
         """Any thread: what needs the model is done on the worker's."""
-        encoder = encoder or self._encoder(order.preamble_ids, order.tenant)
-        names = self._identity.names(order.preamble_ids, order.tenant)
+        encoder = encoder or self._encoder(order.preamble_ids, order.tenant, order.lora)
+        names = self._names(order.preamble_ids, order.tenant, order.lora)
         return encode_order(encoder, names, order)
 
-    def _encoder(self, preamble_ids: tuple[int, ...], tenant: str) -> ChunkEncoder:
+    def _decoder_with(self, lora: Adapter | None) -> FusionDecoder:
+        if lora is None:
+            return self._decoder
+        assert self._adapt is not None, "vLLM has LoRA on where a request has an adapter"
+        return self._adapt(lora)
+
+    def _names(
+        self, preamble_ids: tuple[int, ...], tenant: str, lora: Adapter | None
+    ) -> ChunkNames:
+        return self._identity.with_lora(lora).names(preamble_ids, tenant)
+
+    def _encoder(
+        self, preamble_ids: tuple[int, ...], tenant: str, lora: Adapter | None = None
+    ) -> ChunkEncoder:
         """One that was used lately, or another that has computed nothing yet."""
-        key, identity = (preamble_ids, tenant), self._identity
+        key, identity = (preamble_ids, tenant, lora), self._identity
         with self._encoders_lock:
             made = self._encoders.pop(key, None) or ChunkEncoder(
-                self._decoder,
+                self._decoder_with(lora),
                 self._store,
-                identity.names(preamble_ids, tenant).context,
+                self._names(preamble_ids, tenant, lora).context,
                 identity.preparation,
                 identity.texts,
                 run_alone=self._turns.run,
@@ -211,7 +246,8 @@ def _all_of(order: FuseOrder) -> EncodeOrder:
     for part in wish.parts():
         if part.is_chunk:
             (front if wish.stands_in_front(part) else behind).append(ids[part.start : part.end])
-    return EncodeOrder(0, ids[: wish.preamble], wish.tenant, tuple(front), tuple(behind))
+    front_ids, behind_ids = tuple(front), tuple(behind)
+    return EncodeOrder(0, ids[: wish.preamble], wish.tenant, front_ids, behind_ids, order.lora)
 
 
 def _is_lost(chunk: ChunkRecord) -> bool:

@@ -10,7 +10,7 @@ tensor goes into its final place, be it a slice of a larger fused matrix, and is
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,17 @@ from torch import Tensor
 from kvweave.errors import ModelCorrupt, ModelNotFound
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# beside them in files of packed weights (AWQ, GPTQ, FP8, INT8), which another program loads
+PACKED_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 SAMPLE_BYTES = 4096  # read at a time for the fingerprint
 SAMPLE_STRIDE = 256 << 10  # bytes from one sample to the next
 
@@ -39,11 +50,14 @@ class TensorEntry(NamedTuple):
 class TensorFiles:
     """All tensors of a model folder by name. Opens files on demand; not for many threads."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, packed: bool = False) -> None:
+        """`packed`: tensors may also be of types that only another program computes with; they are
+        there to be named."""
         self._folder = folder
         self._entries: dict[str, TensorEntry] = {}
+        dtypes = {**DTYPES, **PACKED_DTYPES} if packed else DTYPES
         for path in _weight_files(folder):
-            self._entries.update(_read_table(path))
+            self._entries.update(_read_table(path, dtypes))
 
     def read_into(self, name: str, out: Tensor) -> None:
         """Fill `out` with the tensor `name`, converting its dtype. Shapes must be equal."""
@@ -106,7 +120,7 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     )
 
 
-def _read_table(path: Path) -> dict[str, TensorEntry]:
+def _read_table(path: Path, dtypes: Mapping[str, torch.dtype]) -> dict[str, TensorEntry]:
     """Every tensor of a file. Tensors fill it from the end of the table to the end of the file, one
     behind the other: the format forbids gaps, and `safe_open` refuses a file that has any."""
     try:
@@ -120,10 +134,10 @@ def _read_table(path: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     offset = 0
     for name, (kind, shape) in rows.items():
-        dtype = DTYPES.get(kind)
+        dtype = dtypes.get(kind)
         if dtype is None:
             raise ModelCorrupt(
-                f"{path.name}: tensor {name!r} is {kind}; kvweave reads {', '.join(DTYPES)}"
+                f"{path.name}: tensor {name!r} is {kind}; kvweave reads {', '.join(dtypes)}"
             )
         size_bytes = dtype.itemsize * math.prod(shape)
         entries[name] = TensorEntry(path, dtype, tuple(shape), offset, size_bytes)

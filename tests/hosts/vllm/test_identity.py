@@ -1,0 +1,49 @@
+"""Whose chunk KV it is: packed weights are named by their folder, and by how they are packed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvweave.errors import KVWeaveError
+from kvweave.fuse.encode.preparation import Preparation
+from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
+from kvweave.model.load import load_decoder
+from worlds.gptq import make_gptq_folder
+from worlds.tiny_models import make_chat_model_folder
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("plain")
+    return make_chat_model_folder(root, intermediate_size=64)
+
+
+@pytest.fixture
+def packed(plain: Path, tmp_path: Path) -> Path:
+    return make_gptq_folder(plain, tmp_path / "packed")
+
+
+def identity_of(folder: Path, quantization: str | None) -> ModelIdentity:
+    served = ServedModel(str(folder), None, torch.float32, quantization)
+    return identify(served, Preparation.parse("isolated"), "raw")
+
+
+def test_packed_weights_have_names_of_their_own(plain: Path, packed: Path) -> None:
+    of_plain, of_packed = identity_of(plain, None), identity_of(packed, "auto_gptq")
+    assert of_packed.spec == of_plain.spec
+    assert of_packed.weights != of_plain.weights
+    named = {of_plain.context.model, identity_of(plain, "fp8").context.model}
+    named |= {of_packed.context.model, identity_of(packed, "other").context.model}
+    assert len(named) == 4
+    assert identity_of(packed, "auto_gptq").context == of_packed.context, "in either process"
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["bits"] = 8
+    (packed / "config.json").write_text(json.dumps(config))
+    assert identity_of(packed, "auto_gptq").context.model not in named
+
+
+def test_kvweaves_own_decoder_still_refuses_them(packed: Path) -> None:
+    with pytest.raises(KVWeaveError, match="quantised with 'gptq'"):
+        load_decoder(packed, device="cpu", dtype="float32")
