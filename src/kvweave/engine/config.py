@@ -21,7 +21,7 @@ ON_DEVICE = {
     "alone_rows": 8192,
     "guess_rows": 512,
     "background_rows": 256,
-    "copy_tokens": 7,
+    "copy_tokens": 0,
 }
 GUESS_ALONE_ROWS = 8192  # on everything else
 SharedCodec = Literal["raw", "int8"]
