@@ -97,8 +97,9 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._profile = saved_profile()
-        self.streams = {name: question_stream(args.data, name) for name in SETS}
-        self.streams[DRIFTING] = subject_stream(args.data)
+        by_words = args.by_words
+        self.streams = {name: question_stream(args.data, name, by_words=by_words) for name in SETS}
+        self.streams[DRIFTING] = subject_stream(args.data, by_words=by_words)
 
     def run(self, setting: Setting) -> Replay:
         config = TreeConfig(
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--device-gib", type=float, default=0.25)
     parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 3, 5])
     parser.add_argument("--rate", type=float, default=0.8, help="requests per second")
+    parser.add_argument("--by-words", action="store_true", help="retrieve by BM25")
     parser.add_argument("--jobs", type=int, default=2, help="replays at once")
     parser.add_argument(
         "--remembered-paths",
@@ -183,6 +185,7 @@ def main() -> None:
                 "rate": args.rate,
                 "token_bytes": TOKEN_BYTES,
                 "remembered_paths": args.remembered_paths,
+                "retrieved_by": "BM25" if args.by_words else "minilm",
                 "requests": {name: len(asks) for name, asks in bench.streams.items()},
             },
             **summary(shuffled),
