@@ -94,6 +94,12 @@ def test_a_model_that_is_not_here_is_named_and_not_downloaded(run: Run) -> None:
     assert look(run, "--model", "./nothing", code=1)["model"][0] == "fail"
 
 
+def test_random_weights_are_no_model_that_is_missing(run: Run) -> None:
+    found = look(run, "--model", "random:llama-3.1-8b", code=0)
+    assert found["model"][0] == "warn"
+    assert "load tests" in found["model"][1]
+
+
 @pytest.mark.usefixtures("world")
 def test_a_device_and_a_tier_that_are_not_there_fail(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

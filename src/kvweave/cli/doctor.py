@@ -136,7 +136,11 @@ def _device(wanted: str) -> Finding:
     import torch
 
     if torch.cuda.is_available() and wanted != "cpu":
-        about = torch.cuda.get_device_properties(wanted if ":" in wanted else "cuda")
+        try:
+            about = torch.cuda.get_device_properties(wanted if ":" in wanted else "cuda")
+        except (AssertionError, RuntimeError) as error:  # no such number, or it does not answer
+            words = f"{wanted} does not answer: {str(error).splitlines()[0]}"
+            return Finding("device", "fail", words, "leave --device out, or name one that is there")
         return Finding("device", "ok", f"{about.name}, {size_text(about.total_memory)}")
     threads = f"{torch.get_num_threads()} threads of {os.cpu_count()} cores"
     if wanted.startswith("cuda"):
@@ -156,11 +160,14 @@ def _compiler() -> Finding:
 
 def _model(choice: ModelChoice, codec: str | None) -> Iterator[Finding]:
     """The model, and what is known of it; none of it where the model is not here."""
-    from kvweave.app.library.runtime import ModelRuntime
+    from kvweave.app.library.runtime import RANDOM, ModelRuntime
     from kvweave.model.files.embedded import DEFAULT
     from kvweave.model.files.locate import locate
 
     name = choice.model or DEFAULT
+    if name.startswith(RANDOM):
+        yield Finding("model", "warn", f"{name} has random weights, for load tests")
+        return
     if name.lower().endswith(".gguf") and Path(name).is_file():
         found = f"{name} is a file; its first use converts it, in minutes"
         yield Finding("model", "ok", found, "then `kvweave doctor` with the folder says more")
@@ -173,8 +180,9 @@ def _model(choice: ModelChoice, codec: str | None) -> Iterator[Finding]:
     try:
         began_s = time.perf_counter()
         runtime = ModelRuntime.open(replace(choice, model=name))
-    except KVWeaveError as error:
-        yield Finding("model", "fail", f"{name} cannot be loaded: {error}")
+    except (KVWeaveError, RuntimeError) as error:  # the latter: the device has no room
+        words = str(error).splitlines()[0]
+        yield Finding("model", "fail", f"{name} cannot be loaded: {words}")
         return
     with closing(runtime):
         took = time_text(time.perf_counter() - began_s)

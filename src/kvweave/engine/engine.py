@@ -32,9 +32,10 @@ from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
-from kvweave.errors import EngineClosed, RequestError
+from kvweave.errors import ConfigError, EngineClosed, RequestError
 from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.recordings import recordings_of
+from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.fixed_order import fix_order
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.format.keys import ChunkKey
@@ -72,6 +73,7 @@ class Engine:
         `price` brings a measured one. `pool` and `runner` are made from `cfg` unless given."""
         self.cfg = for_device(cfg or EngineConfig(), decoder.device.type)
         if self.cfg.exact:
+            _check_order_can_be_fixed(decoder)
             fix_order()
         if pool is None:
             pool = make_pool(self.cfg, decoder)
@@ -326,6 +328,17 @@ class Engine:
         to."""
         with suppress(EngineClosed):
             self._worker.post(ticket)
+
+
+def _check_order_can_be_fixed(decoder: Decoder) -> None:
+    """Raise ConfigError where sums would have no fixed order although one is wanted."""
+    if decoder.device.type != "cuda":
+        return  # there it is so, whatever is wanted
+    lacks = (
+        "Triton" if not has_triton() else "a model without experts" if decoder.spec.experts else ""
+    )
+    if lacks:
+        raise ConfigError(f"engine.exact needs {lacks}; leave it out")
 
 
 def _counts(ticket: Ticket, before: Ticket | None) -> bool:

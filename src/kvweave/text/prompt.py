@@ -10,7 +10,6 @@ stands, in the history too: an earlier turn has the ids there that its own promp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -30,6 +29,7 @@ SURE_CHARS = 8  # per token of the context: texts up to there are just tokenised
 MOST_CHARS = 32  # per token of the context: no text that people write has so many
 PIECE_CHARS = 16 << 10  # counted at a time
 SEAM_TOKENS = 16  # by which a cut between two pieces may change their count
+MOST_FRAMES = 32  # of a tokenizer, by system prompt
 SYSTEM = "You answer questions from the passages you are given. Be brief and exact."
 
 
@@ -311,16 +311,13 @@ def split_template(
     """
     if tools or since:
         return _split_template(tokenizer, system, tools, since)
-    before, behind = _split_plain_template(tokenizer, system)
+    frame = tokenizer.frames.get(system)
+    if frame is None:  # the same for every question that uses no tools: rendering takes a while
+        if len(tokenizer.frames) >= MOST_FRAMES:
+            tokenizer.frames.clear()
+        frame = tokenizer.frames[system] = _split_template(tokenizer, system, (), ())
+    before, behind = frame
     return list(before), list(behind)
-
-
-@lru_cache(maxsize=32)  # the same for every question that uses no tools: rendering takes a while
-def _split_plain_template(
-    tokenizer: Tokenizer, system: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    before, behind = _split_template(tokenizer, system, (), ())
-    return tuple(before), tuple(behind)
 
 
 def _split_template(

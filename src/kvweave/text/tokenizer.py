@@ -73,6 +73,8 @@ class Tokenizer:
             stop_ids |= set(declared if isinstance(declared, list) else [declared])
         if not all(i is None or isinstance(i, int) for i in stop_ids):
             raise ModelCorrupt(f"{folder}: eos_token_id must be a number or a list of numbers")
+        # what stands in front of and behind a user's words, by system prompt (text/prompt.py)
+        self.frames: dict[str, tuple[list[int], list[int]]] = {}
         # every id that ends an answer: a chat model often has more than one
         self.eos_ids: frozenset[int] = frozenset(i for i in stop_ids if i is not None)
 

@@ -278,8 +278,8 @@ class KVMaker:
     def _try(
         self, encoder: ChunkEncoder, chunk: Chunk, words: str, work: Callable[[], None]
     ) -> Exception | None:
-        """Run what makes the KV of a chunk. Returns what the device raised, logged and counted:
-        answers go on. Raises GaveUp, EngineClosed."""
+        """Run what makes the KV of a chunk. Returns what the device raised, logged and counted
+        unless there are no `words`: answers go on. Raises GaveUp, EngineClosed."""
         with self._changed:
             self._is_making = True
         try:
@@ -287,6 +287,8 @@ class KVMaker:
         except (GaveUp, EngineClosed):
             raise
         except Exception as error:
+            if not words:
+                return error
             log.exception(words, chunk.id)
             encoder.store.metrics.count("kv_not_made_total", reason=type(error).__name__)
             return error
@@ -368,7 +370,9 @@ class KVMaker:
                 corpus.note_computed(chunk)
                 self._unchecked.append((chunk, corpus.note_made))
 
-        error = self._try(corpus.encoder, run[0], "the KV of chunk %s is not stored", work)
+        # of several nothing is said: each is tried alone next
+        words = "the KV of chunk %s is not stored" if len(run) == 1 else ""
+        error = self._try(corpus.encoder, run[0], words, work)
         if error is not None and len(run) == 1:
             self._unchecked.append((run[0], partial(corpus.leave_out, error=error)))
         return error or next(iter(busy), None)
