@@ -29,6 +29,7 @@ class Reason(StrEnum):
         "this model was never calibrated for this chunk KV, so that only what is exact is reused; "
         "`kvweave calibrate quick --kb DIR` does that in minutes"
     )
+    BAD_PROFILE = "the calibration of this model cannot be read; the log names it: calibrate again"
     CALIBRATING = (
         "this model was never calibrated: in idle time its documents are asked about themselves, "
         "and until then only what is exact is reused"

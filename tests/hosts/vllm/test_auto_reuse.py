@@ -143,8 +143,11 @@ def test_a_model_without_tables_says_so_once_in_the_log(
     assert "float32" in line
 
 
-def test_a_damaged_profile_shuts_the_gate_and_is_named(identity: ModelIdentity) -> None:
+def test_a_damaged_profile_shuts_the_gate_and_the_log_names_it(
+    identity: ModelIdentity, caplog: pytest.LogCaptureFixture
+) -> None:
     path = user_path(identity.weights)
     path.parent.mkdir(parents=True)
     path.write_text("{}")
-    assert path.name in AutoReuse(identity).judge(WISH, IDS).why
+    assert AutoReuse(identity).judge(WISH, IDS).why == Reason.BAD_PROFILE, "no path leaves the host"
+    assert str(path) in caplog.text

@@ -35,6 +35,9 @@ def test_an_adapter_is_named_by_its_files(
     assert names.name(request_for(3, other)).digest != one.digest
     (copy / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 16}')
     assert names.name(request_for(4, copy)).digest != one.digest, "another strength"
+    assert names.name(request_for(3, copy)).digest != names.name(request_for(3, other)).digest, (
+        "a number that was given away again"
+    )
     shutil.rmtree(folder)
     assert names.name(request_for(1, folder)) == one, "it is loaded by then"
 

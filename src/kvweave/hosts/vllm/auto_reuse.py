@@ -94,8 +94,9 @@ class AutoReuse:
         identity = self._identity
         try:
             profile = find_profile(identity.weights, identity.context.tokenizer)
-        except ConfigError as error:
-            return None, str(error)
+        except ConfigError as error:  # it names a file, which clients are not told
+            log.warning("%s", error)
+            return None, str(Reason.BAD_PROFILE)
         if profile is None or not self._tables(profile, ()):
             return None, str(Reason.NO_PROFILE)
         return profile, None

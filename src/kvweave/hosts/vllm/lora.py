@@ -34,17 +34,18 @@ class AdapterNames:
     """Names adapters by their files. On the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._known: dict[int, Adapter] = {}
+        self._known: dict[tuple[int, str], Adapter] = {}  # by number and folder
 
     def name(self, lora: Any) -> Adapter:
-        """The adapter of a vLLM request. Its files are read once: a number never gets other ones,
-        but for adapters that are replaced in place. Raises RequestError for what is not added."""
+        """The adapter of a vLLM request. Its files are read once: what vLLM has loaded under a
+        number from a folder stays, but for adapters that are replaced in place. Raises RequestError
+        for what is not added."""
         if getattr(lora, "load_inplace", False):
             raise RequestError("a LoRA adapter that is replaced in place cannot be fused")
-        number = int(lora.lora_int_id)
-        found = self._known.get(number)
+        key = number, path = int(lora.lora_int_id), str(lora.lora_path)
+        found = self._known.get(key)
         if found is None:
-            found = self._known[number] = Adapter(number, _digest(Path(lora.lora_path)))
+            found = self._known[key] = Adapter(number, _digest(Path(path)))
             while len(self._known) > MOST_KNOWN:
                 del self._known[next(iter(self._known))]
         return found
