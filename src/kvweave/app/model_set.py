@@ -24,7 +24,7 @@ from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
-from kvweave.config import WeaveConfig, given
+from kvweave.config import WeaveConfig, given_values
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.free_memory import free_bytes
@@ -62,7 +62,7 @@ class ModelSet:
         """Load `models`, the usual one first, each with its part of the memory. Raises ConfigError
         before a model for which there is not enough left."""
         share = EngineConfig().pool_share / len(models)
-        engine = replace(EngineConfig(**given(config.engine)), pool_share=share)
+        engine = replace(EngineConfig(**given_values(config.engine)), pool_share=share)
         with ExitStack() as stack:
             weaves: list[Weave] = []
             for name in models:

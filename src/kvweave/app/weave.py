@@ -47,7 +47,7 @@ from kvweave.config import (
     ModelChoice,
     SpeculationSettings,
     WeaveConfig,
-    given,
+    given_values,
 )
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
@@ -193,7 +193,7 @@ class Weave:
         before the configuration's."""
         if kb is not None:
             check_store(config.store)
-        engine = engine or EngineConfig(**given(config.engine))
+        engine = engine or EngineConfig(**given_values(config.engine))
         runtime = ModelRuntime.open(config.model, engine)
         settings = AnswerSettings.from_config(config)
         if kb is None:

@@ -12,7 +12,7 @@ from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.calibrate.profiles import Profile
-from kvweave.config import WeaveConfig, given
+from kvweave.config import WeaveConfig, given_values
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, unless_greedy
@@ -130,7 +130,7 @@ class AnswerSettings:
         system, library = config.model.system, config.library
         return cls(
             SYSTEM if system is None else system,
-            speculation=SpeculationConfig(**given(config.speculation)),
+            speculation=SpeculationConfig(**given_values(config.speculation)),
             usual=QuestionDefaults.from_config(config),
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store

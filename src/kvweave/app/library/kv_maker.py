@@ -202,7 +202,7 @@ class KVMaker:
             return is_done
         if not corpus.nothing_left():
             return False
-        return corpus.is_unused or corpus.fronts.nothing_left(self._demand.ranked())
+        return corpus.is_unused or corpus.fronts.nothing_left(self._demand.rank())
 
     def _work(self) -> None:
         corpus: CorpusKV | None = None  # as soon as it is prepared
@@ -212,7 +212,7 @@ class KVMaker:
                 assert self._corpus is not None, "there is one to prepare"
                 corpus = self._corpus if self._corpus.prepare() else None
                 if corpus is not None:
-                    corpus.plan_warming(self._demand.ranked())
+                    corpus.plan_warming(self._demand.rank())
                 prepare_s = time.monotonic() + PREPARE_S
             try:
                 did_something = self._make_one(corpus)
@@ -338,7 +338,7 @@ class KVMaker:
         """Make the chunks of the knowledge base whose turn it is, in one pass. False: there are
         none, or another process writes."""
         corpus.look()  # whether it is used, too
-        run = corpus.next_run([*self._preferred, *self._demand.ranked()])
+        run = corpus.next_run([*self._preferred, *self._demand.rank()])
         if not run:
             return False
         error = self._make_run(corpus, run)
@@ -386,7 +386,7 @@ class KVMaker:
 
     def _make_front(self, corpus: CorpusKV) -> bool:
         """Make the front copy whose turn it is. False: there is none."""
-        chunk = corpus.fronts.next(self._demand.ranked())
+        chunk = corpus.fronts.next(self._demand.rank())
         if chunk is None:
             return False
 
