@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.corpus.search import SearchOptions
-    from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import IngestOptions, Source
     from kvweave.plan.plan import Plan
@@ -471,11 +470,6 @@ class Weave:
     def profile(self) -> "Profile | None":
         """What was measured of the model: the user's profile, or the packaged one."""
         return self._target.measured.profile
-
-    @property
-    def facts(self) -> "ModelFacts":
-        """What strategies must know of the model, from its profile if it has one."""
-        return self._target.measured.facts
 
     @property
     def engines(self) -> "tuple[Weave, ...]":

@@ -89,14 +89,13 @@ class KVOptions:
     num_chunks: int = USUAL_CHUNKS  # that a question finds
 
     @classmethod
-    def from_config(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
+    def from_config(cls, config: WeaveConfig) -> "KVOptions":
         """What a configuration says."""
         library, system = config.library, config.model.system
         return cls(
             library.encoding,
             SYSTEM if system is None else system,
-            tenant_salt,
-            config.store,
+            store=config.store,
             num_chunks=library.k,
         )
 

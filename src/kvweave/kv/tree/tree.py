@@ -43,7 +43,6 @@ class TreeConfig:
     device_bytes: int
     host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
     policy: str = "pgdsf"  # lru, lfu, gdsf or pgdsf; each tier has its own clock
-    max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
     remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
 
     def __post_init__(self) -> None:
@@ -52,8 +51,6 @@ class TreeConfig:
                 f"a tree needs device_bytes > 0 and host_bytes >= 0, "
                 f"got {self.device_bytes} and {self.host_bytes}"
             )
-        if self.max_depth is not None and self.max_depth < 0:
-            raise ConfigError(f"TreeConfig.max_depth must be None or >= 0, got {self.max_depth}")
         if self.remembered_paths < 0:
             raise ConfigError(
                 f"TreeConfig.remembered_paths must be >= 0, got {self.remembered_paths}"
@@ -65,7 +62,7 @@ class Extended(Enum):
 
     ADOPTED = "adopted"  # the tree owns them now
     PRESENT = "present"  # the path is there already; the caller keeps its pages
-    TOO_DEEP = "too deep"  # behind max_depth, or behind a part that the tree does not hold
+    TOO_DEEP = "too deep"  # behind a part that the tree does not hold
     NO_ROOM = "no room"  # leased nodes are in the way; the caller keeps its pages
 
 
@@ -132,7 +129,7 @@ class KnowledgeTree:
         self.config = config
         self._now_s = now_s
         memory = PathMemory(config.remembered_paths)
-        self._pricing = NodePricing(cost_s, memory, config.max_depth)
+        self._pricing = NodePricing(cost_s, memory)
         budgets = {
             tier: TreeBudget(tier, capacity_bytes, open_policy(config.policy))
             for tier, capacity_bytes in ((DEVICE, config.device_bytes), (HOST, config.host_bytes))
@@ -226,8 +223,6 @@ class KnowledgeTree:
         """
         parent = lease.nodes[-1] if lease.nodes else None
         if parent is None or self._pages.is_doomed(parent):
-            return Extended.TOO_DEEP
-        if self.config.max_depth is not None and parent.depth >= self.config.max_depth:
             return Extended.TOO_DEEP
         if parent.num_tokens and DEVICE not in parent.pages:
             return Extended.TOO_DEEP
@@ -349,9 +344,8 @@ class KnowledgeTree:
         for node in lease.nodes:
             node.usage.touch(now_s)
             self._pages.rerank(node)
-        found = len(lease.nodes) - 1
-        rest = chunks[found:]
-        self._pricing.count(lease.nodes[-1], lease.num_tokens, rest, found, question, now_s)
+        rest = chunks[len(lease.nodes) - 1 :]
+        self._pricing.count(lease.nodes[-1], lease.num_tokens, rest, question, now_s)
 
 
 class TreeBehind:
