@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.conversations import ConversationScope
 from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
 from kvweave.app.answer.settings import AnswerSettings
@@ -298,10 +297,7 @@ def _apart(settings: AnswerSettings, weave: Weave) -> AnswerSettings:
     """What two engines over one knowledge base must not share: generations of deletions, which
     conversations remember, and the pace of prefills."""
     known = settings.conversations
-    if isinstance(known, ConversationScope):
-        known = known.whole.part(f"{known.scope}\0{weave.model_name}")
-    else:
-        known = known.part(f"\0{weave.model_name}")
+    known = known.part(f"{known.scope}\0{weave.model_name}")
     paces = Paces(settings.paces.search, PrefillPace())
     return replace(settings, conversations=known, paces=paces)
 

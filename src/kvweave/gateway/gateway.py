@@ -73,7 +73,7 @@ class Gateway:
             self._watch.start()
             stages.info("waiting for an upstream to answer")
             card = self._watch.wait_for_one(first_card_s)
-            self._model = card.model
+            self.model_name = card.model
             folder, is_models = _tokenizer_folder(tokenizer, card.model)
             prompts: PromptMaker = TextPrompts()
             found = Tokenizer(folder)
@@ -103,20 +103,16 @@ class Gateway:
     # ── what it is ───────────────────────────────────────────────────────────
 
     @property
-    def model_name(self) -> str:
-        return self._model
-
-    @property
     def max_context(self) -> int | None:
         return self._upstreams.max_context
 
     def models(self) -> dict[str, int | None]:
-        return {self._model: self.max_context, **self.fleet.models()}
+        return {self.model_name: self.max_context, **self.fleet.models()}
 
     def models_of(self, folder: Path) -> list[str]:
         stored = read_settings(folder)
         is_fitting = stored is None or stored.tokenizer == self._upstreams.tokenizer.fingerprint
-        return [self._model] if is_fitting else []
+        return [self.model_name] if is_fitting else []
 
     @property
     def engines(self) -> tuple[()]:

@@ -30,7 +30,7 @@ class RoutedLibrary:
     """A `LibraryHost`. Any thread; one at a time ingests. Closes `kb`."""
 
     def __init__(self, kb: KnowledgeBase, upstreams: Upstreams, settings: AnswerSettings) -> None:
-        self._kb = kb
+        self.kb = kb
         self._upstreams = upstreams
         self._tenant = settings.tenant
         self._engines = [EngineMemory(each, settings.tenant) for each in upstreams.fleet.replicas]
@@ -45,10 +45,6 @@ class RoutedLibrary:
 
     def engine_of(self, model: str | None) -> None:
         return None
-
-    @property
-    def kb(self) -> KnowledgeBase:
-        return self._kb
 
     def stream(self, question: str, **options: Any) -> PieceStream:
         called_s = time.perf_counter()
@@ -75,23 +71,23 @@ class RoutedLibrary:
                 "'wait_for_kv' out"
             )
         with self._sync() as sync:
-            return ingest(self._kb, sources, None, progress=progress, options=options, kv_sync=sync)
+            return ingest(self.kb, sources, None, progress=progress, options=options, kv_sync=sync)
 
     def remove(self, reference: str) -> int:
         """Remove a document, and the KV of its chunks: in tiers that upstreams share, and in those
         of each upstream."""
-        ids = [document.id for document in self._kb.find(reference)]
+        ids = [document.id for document in self.kb.find(reference)]
         with self._sync() as sync:
-            return len(remove_documents(self._kb, ids, sync).orphaned)
+            return len(remove_documents(self.kb, ids, sync).orphaned)
 
     def remove_all(self) -> bool:
-        ids = [document.id for document in self._kb.documents()]
+        ids = [document.id for document in self.kb.documents()]
         with self._sync() as sync:
-            remove_documents(self._kb, ids, sync)
+            remove_documents(self.kb, ids, sync)
             return not sync.is_owing
 
     def kv_progress(self) -> KVProgress:
-        return peek_progress(self._kb, self._upstreams, self._tenant)
+        return peek_progress(self.kb, self._upstreams, self._tenant)
 
     def metrics(self) -> Iterable[Metrics]:
         return ()
@@ -104,16 +100,16 @@ class RoutedLibrary:
 
     def close(self) -> None:
         self._retries.close()
-        self._kb.close()
+        self.kb.close()
 
     def _sync(self) -> AbstractContextManager[KVSync]:
         owing = self._retries.start
-        return sync_without_model(self._kb, self._upstreams.remotes, self._engines, owing)
+        return sync_without_model(self.kb, self._upstreams.remotes, self._engines, owing)
 
     def _tell_engines(self) -> bool:
         """Tell those what they could not be told before; whether none is left. On the thread of
         the retries."""
-        with self._sync() as sync, self._kb.writing_if_free() as is_free:
+        with self._sync() as sync, self.kb.writing_if_free() as is_free:
             if is_free:
                 sync.before()
             return is_free and not sync.is_owing

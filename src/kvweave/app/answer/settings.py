@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_args
 
-from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.guessing import Paces
 from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.audit.auditor import AuditConfig
@@ -120,7 +120,7 @@ class AnswerSettings:
     audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
-    conversations: Conversations | ConversationScope = field(default_factory=Conversations)
+    conversations: Conversations = field(default_factory=Conversations)
     paces: Paces = field(default_factory=Paces)  # what speculation knows already; likewise
     uses: ChunkUses = field(default_factory=ChunkUses)  # which chunks were in prompts; likewise
 

@@ -311,7 +311,8 @@ class KVMaker:
         if wanted.as_of is not None:
             encoder.store.flush()  # a deletion from now on finds it where it lies
         if self._was_deleted(wanted):  # meanwhile, before there was anything to delete
-            _delete(encoder, chunk)
+            ids = chunk.token_ids
+            encoder.store.delete([encoder.exact_key(ids), encoder.key(ids)])
         elif self._corpus is not None and encoder is self._corpus.encoder and wanted.in_front:
             self._corpus.fronts.add([chunk])  # so that it gives way like the others
 
@@ -419,7 +420,3 @@ class KVMaker:
                 note(chunk)
         self._unchecked.clear()
         return True
-
-
-def _delete(encoder: ChunkEncoder, chunk: Chunk) -> None:
-    encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])
