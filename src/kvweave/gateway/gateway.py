@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
-from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions, Question
+from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions
 from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpeningOptions, open_sentence_embedder
@@ -161,9 +161,7 @@ class Gateway:
         self._answerers.check_reuse(reuse, model)
 
     def stream(self, question: str, **options: Any) -> PieceStream:
-        called_s = time.perf_counter()
-        asked = Question(question, **options)
-        return self._answerers.for_model(asked.model).answer(asked, called_s)
+        return self._answerers.stream(question, **options)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]

@@ -1,12 +1,10 @@
 """One knowledge base of the gateway: documents here, answers from its upstreams."""
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
@@ -47,9 +45,7 @@ class RoutedLibrary:
         return None
 
     def stream(self, question: str, **options: Any) -> PieceStream:
-        called_s = time.perf_counter()
-        asked = Question(question, **options)
-        return self._answerers.for_model(asked.model).answer(asked, called_s)
+        return self._answerers.stream(question, **options)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None

@@ -131,7 +131,7 @@ class KVSync:
         num_deleted, is_flushed = 0, True
         pending = set(self._kb.catalogue.removals.pending_kv() or ())
         if self._table is not None:
-            mentioned = set(self._table.mentioned_chunks())
+            mentioned = self._table.mentioned_chunks()
             gone = mentioned - self._kb.catalogue.existing(mentioned) | pending
             users = self._table.users_of(gone)
             self._kept.owe(gone, users)
