@@ -20,7 +20,7 @@ from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.app.library.library import OpeningOptions
+from kvweave.app.library.library import IngestHow, OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
 from kvweave.config import WeaveConfig, given_values
@@ -35,8 +35,8 @@ from kvweave.model.files.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import IngestOptions, Source
+    from kvweave.ingest.report import IngestReport
+    from kvweave.ingest.sources import Source
 
 log = logging.getLogger(__name__)
 
@@ -235,18 +235,9 @@ class LibraryOfModels:
     ) -> None:
         self.engine_of(model).check_strategy(reuse, ratio)
 
-    def ingest(
-        self,
-        *sources: "Source",
-        chunk_kv: bool = False,
-        progress: "OnProgress | None" = None,
-        options: "IngestOptions | None" = None,
-        only_new: bool = False,
-    ) -> "IngestReport":
+    def ingest(self, *sources: "Source", **how: Unpack[IngestHow]) -> "IngestReport":
         """Chunk KV is made for the first model; for another when it is asked."""
-        return self._first.ingest(
-            *sources, chunk_kv=chunk_kv, progress=progress, options=options, only_new=only_new
-        )
+        return self._first.ingest(*sources, **how)
 
     def remove(self, reference: str) -> int:
         count = self._first.remove(reference)

@@ -83,7 +83,7 @@ class Removals:
                 (generation, last_vector_id),
             ).fetchall()
         is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
-        return VectorChanges(now, vector_ids(added), vector_ids(removed) if is_told else None)
+        return VectorChanges(now, read_ids(added), read_ids(removed) if is_told else None)
 
     def pending_kv(self) -> tuple[ChunkId, ...] | None:
         """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
@@ -166,5 +166,5 @@ class RemovalReader:
                 raise CorpusError(f"{self._path}: {error}") from error
 
 
-def vector_ids(rows: Sequence[Sequence[object]]) -> VectorIds:
+def read_ids(rows: Sequence[Sequence[object]]) -> VectorIds:
     return np.array([row[0] for row in rows], dtype=np.int64)

@@ -2,12 +2,13 @@
 
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
+from kvweave.app.library.library import IngestHow
 from kvweave.app.library.library_kv import Retries
 from kvweave.app.library.stored_kv import KV_FOLDER, Delete, KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -18,8 +19,8 @@ from kvweave.gateway.prompts import COMPLETIONS
 from kvweave.gateway.replica import Replica
 from kvweave.gateway.target import FleetAnswerers, Upstreams
 from kvweave.ingest.pipeline import ingest
-from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import IngestOptions, Source
+from kvweave.ingest.report import IngestReport
+from kvweave.ingest.sources import Source
 from kvweave.metrics import Metrics
 from kvweave.types import ChunkId
 
@@ -52,21 +53,15 @@ class RoutedLibrary:
     ) -> None:
         self._answerers.check_reuse(reuse, model)
 
-    def ingest(
-        self,
-        *sources: Source,
-        chunk_kv: bool = False,
-        progress: OnProgress | None = None,
-        options: IngestOptions | None = None,
-        only_new: bool = False,
-    ) -> IngestReport:
+    def ingest(self, *sources: Source, **how: Unpack[IngestHow]) -> IngestReport:
         """Documents to chunks and vectors. Their KV is made where the model is."""
-        if chunk_kv:
+        if how.get("chunk_kv"):
             raise RequestError(
                 "a gateway makes no chunk KV, its upstreams do when chunks come back; leave "
                 "'wait_for_kv' out"
             )
         with self._sync() as sync:
+            progress, options = how.get("progress"), how.get("options")
             return ingest(self.kb, sources, None, progress=progress, options=options, kv_sync=sync)
 
     def remove(self, reference: str) -> int:

@@ -54,6 +54,15 @@ class OpeningOptions(TypedDict, total=False):
     promotion: int  # requests that bring a chunk before its KV is stored; 0: never
 
 
+class IngestHow(TypedDict, total=False):
+    """What `Weave.ingest` is told besides the sources, for those who pass it on."""
+
+    chunk_kv: bool
+    progress: OnProgress | None
+    options: IngestOptions | None
+    only_new: bool
+
+
 def open_sentence_embedder(name: str, weights: EncoderWeights = "auto") -> Embedder:
     """The embedder called `name`, by the library that most of them are made for."""
     return SentenceEmbedder(locate(name), name=name, weights=weights)
