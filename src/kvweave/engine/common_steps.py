@@ -72,9 +72,7 @@ class CommonSteps:
         self._scheduler = scheduler
         self._runner = runner
         self._lifecycle = lifecycle
-        self._tickets: list[
-            Ticket
-        ] = []  # of a step that may stop between two layers, while it runs
+        self._tickets: list[Ticket] = []  # of a step that runs, if it may stop between layers
         self._ordered: deque[torch.cuda.Event] = deque()  # its layers, as far as a GPU is behind
         self.num_given_up = 0  # steps
 

@@ -190,10 +190,9 @@ class KVSource(Protocol):
 class KVByPreamble:
     """A bounded number of `KVBehind`, made as requests come. Any thread."""
 
-    def __init__(self, make: Callable[[PreambleKey], KVBehind], most: int = MOST_PREAMBLES) -> None:
+    def __init__(self, make: Callable[[PreambleKey], KVBehind]) -> None:
         """`make` is quick: it computes nothing."""
         self._make = make
-        self._most = most
         self._lock = threading.Lock()
         self._found: OrderedDict[PreambleKey, KVBehind] = OrderedDict()
 
@@ -202,7 +201,7 @@ class KVByPreamble:
             found = self._found.get(key)
             if found is None:
                 found = self._found[key] = self._make(key)
-                if len(self._found) > self._most:
+                if len(self._found) > MOST_PREAMBLES:
                     self._found.popitem(last=False)
             self._found.move_to_end(key)
             return found
