@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.answer_stream import PieceStream as PieceStream
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, Fields
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import IngestHow, OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
@@ -160,10 +160,7 @@ class ModelHost(Protocol):
         ...
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         """`model` is one of `models`, here and below; None: the usual one."""
         ...

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, Fields
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import IngestHow, OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
@@ -55,6 +55,7 @@ class ModelSet:
             names = ", ".join(weave.model_name for weave in weaves)
             raise ConfigError(f"two models have the same name: {names}; leave one out")
         self._first = weaves[0]
+        self.model_name, self.max_context = self._first.model_name, self._first.max_context
 
     @classmethod
     def from_config(cls, config: WeaveConfig, models: Sequence[str]) -> "ModelSet":
@@ -83,14 +84,6 @@ class ModelSet:
     @property
     def engines(self) -> Sequence[Weave]:
         return tuple(self._weaves.values())
-
-    @property
-    def model_name(self) -> str:
-        return self._first.model_name
-
-    @property
-    def max_context(self) -> int:
-        return self._first.max_context
 
     def models(self) -> dict[str, int | None]:
         return {name: weave.max_context for name, weave in self._weaves.items()}
@@ -147,10 +140,7 @@ class ModelSet:
         return self._weaves[model]
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         return self.weave_for(model).sampling(asked, built_in)
 

@@ -36,7 +36,7 @@ from kvweave.app.answer.question import (
     Question,
     SpeculationMode,
 )
-from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
+from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings, Fields
 from kvweave.app.answer.wrapped_answers import ToolAnswer
 from kvweave.app.library.library import Library, OpeningOptions, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
@@ -326,10 +326,7 @@ class Weave:
         return self.stream(question, **options).finish()
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
         the configuration has it, then the model's generation_config.json, then `built_in`.

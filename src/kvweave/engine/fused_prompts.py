@@ -38,7 +38,6 @@ from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
 
 
@@ -153,16 +152,13 @@ class ChunkRoom:
         assert sequence.shared is not None, "its chunks are leased"
         self._sequence = sequence
         self._kv = sequence.kv
+        self.pool = self._kv.pool
         self._lease = sequence.shared
         self._pages = pages
         self._scratch = scratch
         self._tombstones = tombstones
         self._laid_out: tuple[FuseRequest, Slots] | None = None
         self._shifts: dict[int, int] = {}  # where a chunk starts, and the slot of its shift
-
-    @property
-    def pool(self) -> KVPool:
-        return self._kv.pool
 
     @property
     def num_present(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
 from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions
-from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
+from kvweave.app.answer.settings import AnswerSettings, Fields, SamplingDefaults
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpeningOptions, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
@@ -148,10 +148,7 @@ class Gateway:
     # ── answers ──────────────────────────────────────────────────────────────
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         return self._upstreams.for_model(model).sampling.sampling(asked, built_in)
 

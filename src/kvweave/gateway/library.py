@@ -116,14 +116,7 @@ class EngineMemory:
     def __init__(self, replica: Replica, tenant: str) -> None:
         self._replica = replica
         self._tenant = tenant
-
-    @property
-    def place(self) -> str:
-        return f"upstream {self._replica.name}"
-
-    @property
-    def name(self) -> str:
-        return self._replica.name
+        self.place, self.name = f"upstream {replica.name}", replica.name
 
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete

@@ -52,6 +52,9 @@ def at_once(search: Callable[[], T], /) -> T:
     return search()
 
 
+Fields = Mapping[str, Any] | None  # of `Sampling`, that are chosen
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """How answers are drawn where a request does not say it. Raises ModelCorrupt for a model whose
@@ -69,9 +72,7 @@ class SamplingDefaults:
         except RequestError as error:
             raise ModelCorrupt(f"{FILE} of the model: {error}; correct the file") from error
 
-    def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
-    ) -> Sampling:
+    def sampling(self, asked: Fields = None, built_in: Fields = None) -> Sampling:
         """With what a request `asked` for. `built_in` stands behind everything else, in front of
         the defaults of `Sampling`. Raises RequestError."""
         chosen = {**self.configured, **(asked or {})}

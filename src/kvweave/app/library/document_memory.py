@@ -151,7 +151,7 @@ class DocumentMemory:
             while len(own) > MOST_CONTEXTS:
                 del own[next(iter(own))]
         client, promotion = self._runtime.client, self.promotion
-        return KVBehind(encoder, client, promotion, self.maker, is_own=False)
+        return KVBehind(encoder, client, promotion, self.maker)
 
     def _first_encoder(self) -> ChunkEncoder:
         with self._lock:
