@@ -13,7 +13,7 @@ tree; chunks in front that are computed behind exact ones are (`EngineSequence.n
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,20 +49,17 @@ class OrderedPrompt(NamedTuple):
     started_s: float  # by time.perf_counter
 
 
+@dataclass(eq=False)
 class FusedPrompts:
     """Begins the prompts of fused requests. For the engine thread."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pages: PageManager,
-        prefixes: ExactPrefixes,
-        loader: ChunkLoader,
-    ) -> None:
-        self._decoder = decoder
-        self._pages = pages
-        self._prefixes = prefixes
-        self._loader = loader
+    _decoder: Decoder
+    _pages: PageManager
+    _prefixes: ExactPrefixes
+    _loader: ChunkLoader
+
+    def __post_init__(self) -> None:
+        decoder = self._decoder
         self._scratch = ScratchMemory(decoder.spec, decoder.dtype, decoder.device)
 
     def begin(
