@@ -82,7 +82,7 @@ def replay(
             brought = tree.load(lease)
             assert len(lease.nodes) - 1 == found, "the device holds one request"
             new = sum(chunk.num_tokens for chunk in chunks[found:]) + ask.question_tokens
-            ttfts.append(profile.prefill.at(lease.num_tokens, new) + host.seconds(brought))
+            ttfts.append(profile.prefill.at(lease.num_tokens, new) + brought / host.bytes_per_s)
             for chunk in chunks[found:]:
                 pages = Pages(chunk.num_tokens * TOKEN_BYTES, None)
                 if tree.extend(lease, chunk, pages) is not Extended.ADOPTED:

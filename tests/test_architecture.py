@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine": {"kernels", "model", "kv", "kv/format", "kv/tree", "fuse", "fuse/transfer"},
     "app": {
-        *("text", "corpus", "model/files", "fuse", "fuse/selectors", "ingest", "plan", "calibrate"),
+        *("text", "corpus", "model/files", "fuse/selectors", "ingest", "plan", "calibrate"),
         *("engine", "app/library", "app/audit", "app/answer"),
     },
     "app/library": {

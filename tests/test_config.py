@@ -24,7 +24,7 @@ from kvweave.config import (
     SpeculationSettings,
     StoreSettings,
     WeaveConfig,
-    given,
+    given_values,
     known_keys,
     load_config,
 )
@@ -328,8 +328,8 @@ def test_it_stands_on_the_ground_floor() -> None:
 
 
 def test_only_what_is_set_is_given_on() -> None:
-    assert given(EngineSettings()) == {}
-    assert given(EngineSettings(page_tokens=16, host_tokens=0)) == {
+    assert given_values(EngineSettings()) == {}
+    assert given_values(EngineSettings(page_tokens=16, host_tokens=0)) == {
         "page_tokens": 16,
         "host_tokens": 0,
     }

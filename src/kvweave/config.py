@@ -374,7 +374,7 @@ class WeaveConfig:
         return getattr(getattr(self, section), name)
 
 
-def given(section: ConfigSection) -> dict[str, Any]:
+def given_values(section: ConfigSection) -> dict[str, Any]:
     """The keys of a section that are set, by name: keyword arguments for the part that reads them,
     whose own defaults stand in for the others."""
     names = [key.name for key in known_keys().values() if key.owner is type(section)]

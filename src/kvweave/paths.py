@@ -1,5 +1,6 @@
-"""Where kvweave looks for files of its own on this machine."""
+"""Where kvweave looks for files of its own on this machine, and what every room does with files."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -36,3 +37,17 @@ def config_folder() -> Path:
     from platformdirs import user_config_path
 
     return user_config_path("kvweave", appauthor=False)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """The content of a file, or the names in a folder, are on the disk itself when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -15,7 +15,7 @@ from kvweave.config import ModelChoice, SamplingSettings, WeaveConfig
 from kvweave.engine.sampling import Choice
 from kvweave.errors import ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, read_generation
-from kvweave.text.detokenizer import loop_tokens
+from kvweave.text.detokenizer import LEAST_TOKENS
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_models import make_chat_model_folder
 
@@ -116,7 +116,7 @@ def test_an_answer_that_only_repeats_is_ended_and_says_so(folder: Path) -> None:
 
     stopped = answered(tokens := Repeating(300))
     assert (stopped.finish_reason, stopped.stopped_because) == ("stop", REPETITION)
-    assert stopped.completion_tokens == loop_tokens(3)
+    assert stopped.completion_tokens == LEAST_TOKENS
     assert tokens.is_closed, "no more of it is computed"
     let_go = answered(Repeating(300), stop_loops=False)
     assert (let_go.finish_reason, let_go.stopped_because) == ("length", None)

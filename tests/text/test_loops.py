@@ -7,9 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvweave.text.detokenizer import LEAST_TOKENS, LONGEST_PERIOD, LoopWatch, loop_tokens
+from kvweave.text.detokenizer import LEAST_REPEATS, LEAST_TOKENS, LONGEST_PERIOD, LoopWatch
 
 IDS = st.integers(0, 2**17)
+
+
+def loop_tokens(period: int) -> int:
+    """Tokens that a run of this period has when it counts as a loop."""
+    return max(LEAST_REPEATS * period, LEAST_TOKENS)
 
 
 def stopped_after(ids: list[int]) -> int | None:

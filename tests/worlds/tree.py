@@ -82,7 +82,6 @@ class World:
         device_tokens: int = 20,
         host_tokens: int = 100,
         policy: str = "pgdsf",
-        max_depth: int | None = None,
     ) -> None:
         self.owner = TensorOwner()
         self.clock = Clock()
@@ -90,7 +89,6 @@ class World:
             (device_tokens + PREAMBLE.num_tokens) * BYTES_PER_TOKEN,
             host_tokens * BYTES_PER_TOKEN,
             policy,
-            max_depth,
         )
         pages = self.owner.make(PREAMBLE.num_tokens)
         self.tree = KnowledgeTree(config, self.owner, cost_s, PREAMBLE, pages, self.clock)

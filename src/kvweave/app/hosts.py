@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from kvweave.app.answer.answer_stream import Answer
 from kvweave.app.answer.answer_stream import PieceStream as PieceStream
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, Fields
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.app.library.library import OpeningOptions
+from kvweave.app.library.library import IngestHow, OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.engine.sampling import Sampling
 from kvweave.metrics import Metrics, Sample
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.engine.engine import Engine
-    from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import IngestOptions, Source
+    from kvweave.ingest.report import IngestReport
+    from kvweave.ingest.sources import Source
 
 
 class LocalModel(Protocol):
@@ -97,14 +97,7 @@ class LibraryHost(Protocol):
         """Raise RequestError for a `reuse` that is refused, ConfigError for one that the model is
         not ready for; `model` None: the usual one."""
 
-    def ingest(
-        self,
-        *sources: "Source",
-        chunk_kv: bool = False,
-        progress: "OnProgress | None" = None,
-        options: "IngestOptions | None" = None,
-        only_new: bool = False,
-    ) -> "IngestReport": ...
+    def ingest(self, *sources: "Source", **how: Unpack[IngestHow]) -> "IngestReport": ...
 
     def remove(self, reference: str) -> int:
         """Remove a document; returns how many chunks went with it."""
@@ -167,10 +160,7 @@ class ModelHost(Protocol):
         ...
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         """`model` is one of `models`, here and below; None: the usual one."""
         ...

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.conversations import ConversationScope
 from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.question import ChatOptions, CompletionOptions
-from kvweave.app.answer.settings import AnswerSettings
+from kvweave.app.answer.settings import AnswerSettings, Fields
 from kvweave.app.library.kv_progress import KVProgress
-from kvweave.app.library.library import OpeningOptions
+from kvweave.app.library.library import IngestHow, OpeningOptions
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
-from kvweave.config import WeaveConfig, given
+from kvweave.config import WeaveConfig, given_values
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.free_memory import free_bytes
@@ -36,8 +35,8 @@ from kvweave.model.files.tensor_files import TensorFiles
 
 if TYPE_CHECKING:
     from kvweave.corpus.knowledge_base import KnowledgeBase
-    from kvweave.ingest.report import IngestReport, OnProgress
-    from kvweave.ingest.sources import IngestOptions, Source
+    from kvweave.ingest.report import IngestReport
+    from kvweave.ingest.sources import Source
 
 log = logging.getLogger(__name__)
 
@@ -56,13 +55,14 @@ class ModelSet:
             names = ", ".join(weave.model_name for weave in weaves)
             raise ConfigError(f"two models have the same name: {names}; leave one out")
         self._first = weaves[0]
+        self.model_name, self.max_context = self._first.model_name, self._first.max_context
 
     @classmethod
     def from_config(cls, config: WeaveConfig, models: Sequence[str]) -> "ModelSet":
         """Load `models`, the usual one first, each with its part of the memory. Raises ConfigError
         before a model for which there is not enough left."""
         share = EngineConfig().pool_share / len(models)
-        engine = replace(EngineConfig(**given(config.engine)), pool_share=share)
+        engine = replace(EngineConfig(**given_values(config.engine)), pool_share=share)
         with ExitStack() as stack:
             weaves: list[Weave] = []
             for name in models:
@@ -84,14 +84,6 @@ class ModelSet:
     @property
     def engines(self) -> Sequence[Weave]:
         return tuple(self._weaves.values())
-
-    @property
-    def model_name(self) -> str:
-        return self._first.model_name
-
-    @property
-    def max_context(self) -> int:
-        return self._first.max_context
 
     def models(self) -> dict[str, int | None]:
         return {name: weave.max_context for name, weave in self._weaves.items()}
@@ -148,10 +140,7 @@ class ModelSet:
         return self._weaves[model]
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         return self.weave_for(model).sampling(asked, built_in)
 
@@ -236,18 +225,9 @@ class LibraryOfModels:
     ) -> None:
         self.engine_of(model).check_strategy(reuse, ratio)
 
-    def ingest(
-        self,
-        *sources: "Source",
-        chunk_kv: bool = False,
-        progress: "OnProgress | None" = None,
-        options: "IngestOptions | None" = None,
-        only_new: bool = False,
-    ) -> "IngestReport":
+    def ingest(self, *sources: "Source", **how: Unpack[IngestHow]) -> "IngestReport":
         """Chunk KV is made for the first model; for another when it is asked."""
-        return self._first.ingest(
-            *sources, chunk_kv=chunk_kv, progress=progress, options=options, only_new=only_new
-        )
+        return self._first.ingest(*sources, **how)
 
     def remove(self, reference: str) -> int:
         count = self._first.remove(reference)
@@ -298,10 +278,7 @@ def _apart(settings: AnswerSettings, weave: Weave) -> AnswerSettings:
     """What two engines over one knowledge base must not share: generations of deletions, which
     conversations remember, and the pace of prefills."""
     known = settings.conversations
-    if isinstance(known, ConversationScope):
-        known = known.whole.part(f"{known.scope}\0{weave.model_name}")
-    else:
-        known = known.part(f"\0{weave.model_name}")
+    known = known.part(f"{known.scope}\0{weave.model_name}")
     paces = Paces(settings.paces.search, PrefillPace())
     return replace(settings, conversations=known, paces=paces)
 

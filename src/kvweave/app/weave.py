@@ -36,7 +36,7 @@ from kvweave.app.answer.question import (
     Question,
     SpeculationMode,
 )
-from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings
+from kvweave.app.answer.settings import NO_LIBRARY, AnswerSettings, Fields
 from kvweave.app.answer.wrapped_answers import ToolAnswer
 from kvweave.app.library.library import Library, OpeningOptions, embedder_opener
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
@@ -47,7 +47,7 @@ from kvweave.config import (
     ModelChoice,
     SpeculationSettings,
     WeaveConfig,
-    given,
+    given_values,
 )
 from kvweave.corpus.settings import read_settings
 from kvweave.engine.config import EngineConfig
@@ -76,7 +76,6 @@ if TYPE_CHECKING:
     from kvweave.calibrate.profiles import Profile
     from kvweave.corpus.knowledge_base import KnowledgeBase
     from kvweave.corpus.search import SearchOptions
-    from kvweave.fuse.strategy import ModelFacts
     from kvweave.ingest.report import IngestReport, OnProgress
     from kvweave.ingest.sources import IngestOptions, Source
     from kvweave.plan.plan import Plan
@@ -132,7 +131,7 @@ class Weave:
         owns_runtime: bool = True,
     ) -> None:
         """Closes the library, and the runtime unless others share it (`owns_runtime`)."""
-        self._runtime = runtime
+        self.runtime = runtime  # the loaded model, to be shared with another Weave
         self._library = library
         self._settings = settings or AnswerSettings()
         self._owns_runtime = owns_runtime
@@ -193,7 +192,7 @@ class Weave:
         before the configuration's."""
         if kb is not None:
             check_store(config.store)
-        engine = engine or EngineConfig(**given(config.engine))
+        engine = engine or EngineConfig(**given_values(config.engine))
         runtime = ModelRuntime.open(config.model, engine)
         settings = AnswerSettings.from_config(config)
         if kb is None:
@@ -225,8 +224,8 @@ class Weave:
     ) -> Self:
         """Another with the same model over another knowledge base, made if it is not there. The two
         share an engine: close this one last."""
-        library = Library.open(folder, self._runtime, options, **how)
-        return type(self)(self._runtime, library, settings, owns_runtime=False)
+        library = Library.open(folder, self.runtime, options, **how)
+        return type(self)(self.runtime, library, settings, owns_runtime=False)
 
     def close(self) -> None:
         """End what runs and give everything back. Harmless the second time."""
@@ -235,7 +234,7 @@ class Weave:
             self._library.settle()
         self._target.settle()
         if self._owns_runtime:
-            self._runtime.close()
+            self.runtime.close()
         self._target.close()
         if self._library is not None:
             self._library.close()
@@ -327,10 +326,7 @@ class Weave:
         return self.stream(question, **options).finish()
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         """How an answer is drawn that is `asked` to be so (fields of `Sampling`): the rest is as
         the configuration has it, then the model's generation_config.json, then `built_in`.
@@ -376,7 +372,7 @@ class Weave:
             raise RequestError("messages is empty; send at least one")
         plain = PlainOptions.from_chat(options)
         use = plain.tool_use
-        tokenizer, contents = self._runtime.tokenizer, [str(m.get("content")) for m in messages]
+        tokenizer, contents = self.runtime.tokenizer, [str(m.get("content")) for m in messages]
         contents += texts_of_tools(() if use is None else use.tools, messages)
         refuse_long(tokenizer, contents, self.max_context)
         prompt = chat_prompt(tokenizer, messages, use)
@@ -392,7 +388,7 @@ class Weave:
         chunks that it says are no more are forgotten, if requests brought them."""
         called_s = time.perf_counter()
         self._refuse_other(options.get("model"))
-        tokenizer, transfer = self._runtime.tokenizer, options.get("transfer")
+        tokenizer, transfer = self.runtime.tokenizer, options.get("transfer")
         if isinstance(prompt, str):
             refuse_long(tokenizer, [prompt], self.max_context)
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
@@ -416,29 +412,29 @@ class Weave:
         """The prompt `ask` would use for these documents, by part."""
         asked = Question(question, documents, system=self.system if system is None else system)
         given, words = asked.given_documents, asked.system or ""
-        return build_prompt(self._runtime.tokenizer, question, given, words)
+        return build_prompt(self.runtime.tokenizer, question, given, words)
 
     def details(self, answer: Answer, queue_s: float = 0.0) -> "AnswerDetails":
         """How an answer of this Weave, or of one over the same model, came about: its prompt token
         by token, layer by layer, and when what happened, from `queue_s` before it was begun."""
         from kvweave.app.answer.answer_details import details_of
 
-        return details_of(answer, self._runtime.tokenizer, queue_s)
+        return details_of(answer, self.runtime.tokenizer, queue_s)
 
     def texts_of(self, token_ids: Sequence[int]) -> list[str]:
         """The text that each token adds; a character of several tokens comes with its last one."""
-        return texts_of(self._runtime.tokenizer, token_ids)
+        return texts_of(self.runtime.tokenizer, token_ids)
 
     # ---- what it is made of
 
     @property
     def weights_words(self) -> str:
         """What the model's weights are and how they are multiplied, for people."""
-        return self._runtime.decoder.weights_words
+        return self.runtime.decoder.weights_words
 
     @property
     def model_name(self) -> str:
-        return self._runtime.name
+        return self.runtime.name
 
     def models(self) -> dict[str, int | None]:
         """The one that is loaded, and its context. A gateway may have several."""
@@ -447,7 +443,7 @@ class Weave:
     def models_of(self, folder: Path) -> list[str]:
         """The one that is loaded, if the knowledge base is new or was cut with its tokenizer."""
         stored = read_settings(folder)
-        is_fitting = stored is None or stored.tokenizer == self._runtime.tokenizer.fingerprint
+        is_fitting = stored is None or stored.tokenizer == self.runtime.tokenizer.fingerprint
         return [self.model_name] if is_fitting else []
 
     def why_unready(self) -> None:
@@ -473,11 +469,6 @@ class Weave:
         return self._target.measured.profile
 
     @property
-    def facts(self) -> "ModelFacts":
-        """What strategies must know of the model, from its profile if it has one."""
-        return self._target.measured.facts
-
-    @property
     def engines(self) -> "tuple[Weave, ...]":
         """This Weave, alone."""
         return (self,)
@@ -490,12 +481,12 @@ class Weave:
     @property
     def max_context(self) -> int:
         """Tokens that prompt and answer may have together."""
-        return self._runtime.max_context
+        return self.runtime.max_context
 
     @property
     def engine(self) -> Engine:
         """What computes; started if it is not yet."""
-        return self._runtime.client.engine
+        return self.runtime.client.engine
 
     @property
     def document_tiers(self) -> tuple[str, ...]:
@@ -540,18 +531,13 @@ class Weave:
 
     def samples(self) -> Iterator[Sample]:
         """What the engine counts."""
-        for name, value in self._runtime.client.stats().items():
+        for name, value in self.runtime.client.stats().items():
             yield Sample(f"engine_{name}", (), value, is_counter=False)
 
     @property
     def auditor(self) -> "Auditor":
         """Computes a share of fused answers exactly in idle time, and knows what that found."""
         return self._target.auditor
-
-    @property
-    def runtime(self) -> ModelRuntime:
-        """The loaded model, to be shared with another Weave."""
-        return self._runtime
 
     def measure(self) -> None:
         """Measure this machine for reuse="auto" now, unless it was measured before; otherwise the

@@ -26,7 +26,7 @@ from kvweave.cli.options import (
     url_option,
 )
 from kvweave.cli.plan_view import decision_document, decision_line
-from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given
+from kvweave.config import EffectiveConfig, ModelChoice, WeaveConfig, given_values
 from kvweave.errors import CorpusError, RequestError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _ask_here(
     from kvweave.app.weave import Sampling
 
     schema = None if asked.json_schema is None else read_document(str(asked.json_schema)).text
-    Sampling(**given(config.sampling), stop=asked.stop, json_schema=schema)
+    Sampling(**given_values(config.sampling), stop=asked.stop, json_schema=schema)
     options = asked.options | inputs._asdict()
     if asked.kb_folder is not None:
         options["documents"] = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvweave.cli.knowledge_bases import check_knowledge_base, open_weave
-from kvweave.config import WeaveConfig, given
+from kvweave.config import WeaveConfig, given_values
 from kvweave.errors import RequestError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class LocalPartner(ChatPartner):
         from kvweave.app.answer.question import PLAIN_REUSES, parse_reuse
 
         reuse, ratio = parse_reuse(self.reuse)
-        sampling = self._weave.sampling(given(self._config.sampling))
+        sampling = self._weave.sampling(given_values(self._config.sampling))
         stream: PieceStream
         if self._over is not None:
             question, history = messages[-1]["content"], messages[:-1]
@@ -155,7 +155,7 @@ class RemotePartner(ChatPartner):
     def answer(self, messages: Said) -> Iterator[str]:
         from kvweave.app.answer.question import parse_reuse
 
-        fields: dict[str, Any] = {"explain": True, **given(self._config.sampling)}
+        fields: dict[str, Any] = {"explain": True, **given_values(self._config.sampling)}
         if self.reuse is not None:
             strategy, ratio = parse_reuse(self.reuse)
             fields["reuse"] = {"strategy": strategy, "ratio": ratio}

@@ -189,7 +189,7 @@ def _sources(
     if not pages:
         return asked.paths, missed
 
-    def found() -> "Iterator[Source]":
+    def find() -> "Iterator[Source]":
         yield from asked.paths
         for page in fetch_pages(pages, most_bytes):
             if isinstance(page, Skipped):
@@ -197,7 +197,7 @@ def _sources(
             else:
                 yield page
 
-    return found(), missed
+    return find(), missed
 
 
 def _upload(asked: IngestArguments, pages: list[str]) -> bool:

@@ -19,7 +19,7 @@ import click
 from kvweave.cli.interrupts import EXIT_CODE
 from kvweave.cli.knowledge_bases import open_models
 from kvweave.cli.options import config_option, config_options, pass_config, store_options
-from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given, known_keys
+from kvweave.config import EffectiveConfig, ServerSettings, WeaveConfig, given_values, known_keys
 from kvweave.errors import ConfigError
 from kvweave.paths import kb_root
 from kvweave.serve.keeper import BROKEN_CODE, Keeper, can_keep
@@ -192,7 +192,7 @@ def make_limits(server: ServerSettings) -> "Limits":
 def make_defaults(config: WeaveConfig) -> "RequestDefaults":
     from kvweave.serve.routes.model_names import RequestDefaults
 
-    return RequestDefaults(given(config.sampling), config.server.aliases or ())
+    return RequestDefaults(given_values(config.sampling), config.server.aliases or ())
 
 
 def _room_for_connections() -> int:
@@ -257,7 +257,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         folders=parse_folders(folders),
         embedder=config.library.embedder,
         kv=replace(KVOptions.from_config(config), background=BackgroundKV.from_config(config)),
-        speculation=SpeculationConfig(**given(config.speculation)),
+        speculation=SpeculationConfig(**given_values(config.speculation)),
         usual=QuestionDefaults.from_config(config),
         audit=AuditConfig.from_config(config.quality),
         promotion=config.library.promotion,

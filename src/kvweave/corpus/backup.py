@@ -10,7 +10,6 @@ on a server that the backup named.
 """
 
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -26,13 +25,14 @@ from tempfile import mkdtemp
 from typing import NamedTuple
 
 from kvweave.corpus.catalogue import Catalogue
-from kvweave.corpus.disk_files import as_corpus_error, sync
+from kvweave.corpus.disk_files import as_corpus_error
 from kvweave.corpus.index import AUTO, is_remote
 from kvweave.corpus.kb_folder import CATALOGUE
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.settings import FILE as SETTINGS
 from kvweave.corpus.settings import read_settings, write_settings
 from kvweave.errors import CorpusDamaged, CorpusError
+from kvweave.paths import sha256_of, sync
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -66,7 +66,7 @@ def backup(folder: Path, file: Path) -> BackedUp:
                 shown = "; ".join(problems[:4])
                 raise CorpusDamaged(f"{folder} is damaged and not backed up: {shown}")
             _leave_wal(work / CATALOGUE)
-            sums = {part: _sum(work / part) for part in PARTS}
+            sums = {part: sha256_of(work / part) for part in PARTS}
             manifest = json.dumps({"version": VERSION, "sha256": sums}, indent=1).encode()
             whole = work / "backup"
             with tarfile.open(whole, mode="w") as archive:
@@ -130,7 +130,7 @@ def _unpack(file: Path, into: Path) -> None:
                 assert source is not None, "a plain file"
                 with (into / part).open("wb") as target:
                     shutil.copyfileobj(source, target, 1 << 20)
-                if _sum(into / part) != told["sha256"][part]:
+                if sha256_of(into / part) != told["sha256"][part]:
                     raise CorpusDamaged(f"{file} is damaged: {part} is not what was backed up")
     except (tarfile.TarError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CorpusDamaged(f"{file} is no backup of a knowledge base ({error})") from error
@@ -183,11 +183,6 @@ def _leave_wal(path: Path) -> None:
     """Make it one file, without a log beside it."""
     with closing(sqlite3.connect(path)) as db:
         db.execute("PRAGMA journal_mode = DELETE")
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 from kvweave.corpus.database import Database
 from kvweave.corpus.embedder import Vectors
 from kvweave.corpus.metadata import MetadataFilter, MetadataValue
-from kvweave.corpus.removals import Removals, VectorIds
+from kvweave.corpus.removals import Removals, VectorIds, read_ids
 from kvweave.errors import CorpusDamaged
 from kvweave.types import Chunk, ChunkId, DocumentId, ParsedDocument, PlacedChunk
 
@@ -241,7 +241,7 @@ class Catalogue:
             " ORDER BY vector_id",
             *parameters,
         )
-        return _int64(rows.fetchall())
+        return read_ids(rows.fetchall())
 
     def all_chunks(self, batch: int) -> Iterator[list[Chunk]]:
         """Every chunk in order of arrival, `batch` at a time. Holds no lock between batches."""
@@ -299,7 +299,7 @@ class Catalogue:
         ).fetchall()
         data = b"".join(blob for _, blob in rows)
         found = np.frombuffer(data, dtype="<f4").reshape(len(rows), dim)
-        return _int64(rows), found.astype(np.float32, copy=False)
+        return read_ids(rows), found.astype(np.float32, copy=False)
 
     def match_words(
         self, expression: str, k: int, among: MetadataFilter | None = None
@@ -489,7 +489,3 @@ def _is_intact(chunk_id: object, token_ids: bytes) -> bool:
     """A chunk's id is the hash of these very bytes: what was changed cannot pass for what was
     stored. Microseconds."""
     return blake2b(token_ids, digest_size=16).hexdigest() == chunk_id
-
-
-def _int64(rows: Sequence[Sequence[object]]) -> VectorIds:
-    return np.array([row[0] for row in rows], dtype=np.int64)

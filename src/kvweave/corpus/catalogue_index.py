@@ -17,6 +17,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -128,24 +129,20 @@ SERVER_FILE = "server.json"
 PULL = 16_384  # vectors moved at a time: 25 MB at 384 dimensions
 
 
+@dataclass(eq=False)
 class CatalogueIndex:
     """Safe for many threads. Loads on first use."""
 
-    def __init__(
-        self,
-        folder: Path,
-        catalogue: Catalogue,
-        settings: KnowledgeBaseSettings,
-        api_key: str | None = None,
-    ) -> None:
-        self._folder = folder
-        self._catalogue = catalogue
-        self._settings = settings
-        self._api_key = api_key
+    _folder: Path
+    _catalogue: Catalogue
+    _settings: KnowledgeBaseSettings
+    _api_key: str | None = None
+    _index: VectorIndex | None = None
+    _generation: int = 0  # of the catalogue that the index reflects
+    _last_id: int = 0  # highest vector id it was ever given
+
+    def __post_init__(self) -> None:
         self._lock = SharedLock()
-        self._index: VectorIndex | None = None
-        self._generation = 0  # of the catalogue that the index reflects
-        self._last_id = 0  # highest vector id it was ever given
 
     def search(self, vector: Vector, k: int) -> IndexHits:
         self.refresh()

@@ -11,11 +11,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kvweave.corpus.disk_files import as_corpus_error, sync
+from kvweave.corpus.disk_files import as_corpus_error
 from kvweave.corpus.migrations import migrate
 from kvweave.errors import CorpusDamaged, CorpusError, CorpusFull
+from kvweave.paths import sync
 
 BUSY_TIMEOUT_S = 30.0
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the file of a catalogue; never makes one. Any thread may have the connection, one at a
+    time: another than the one that opened it closes it."""
+    return sqlite3.connect(
+        f"{path.resolve().as_uri()}?mode=rw",
+        uri=True,
+        timeout=BUSY_TIMEOUT_S,
+        isolation_level=None,
+        check_same_thread=False,
+    )
 
 
 class Database:
@@ -119,14 +132,7 @@ class Database:
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             self._check_identity()
-            # check_same_thread off: close() may come from another thread than the one that opened
-            connection = sqlite3.connect(
-                f"{self.path.resolve().as_uri()}?mode=rw",
-                uri=True,
-                timeout=BUSY_TIMEOUT_S,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            connection = connect(self.path)
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA cache_size = -32000")  # KiB
             self._local.connection = connection

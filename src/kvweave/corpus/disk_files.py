@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import IO
 
 from kvweave.errors import CorpusBusy, CorpusError, CorpusFull, CorpusReadOnly
+from kvweave.paths import sync
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 READ_ONLY = frozenset((errno.EROFS, errno.EACCES, errno.EPERM))
-
-
-def sync(path: Path) -> None:
-    """The content of a file, or the names in a folder, are on the disk itself when this returns."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:

@@ -171,11 +171,6 @@ class SentenceEmbedder:
     def embed_queries(self, texts: Sequence[str]) -> Vectors:
         return self._embed(texts, self.instructions.query)
 
-    @property
-    def weights_words(self) -> str:
-        """How products are computed; loads the model."""
-        return "sentence-transformers" if self._bert is None else self._bert.weights_words
-
     def num_tokens(self, text: str) -> int:
         if self._bert is not None:
             return self._bert.num_tokens(text)

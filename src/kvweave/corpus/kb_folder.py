@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvweave.corpus.catalogue import Catalogue
 from kvweave.corpus.chunker import Chunker
-from kvweave.corpus.disk_files import as_corpus_error, make_folder, sync
+from kvweave.corpus.disk_files import as_corpus_error, make_folder
 from kvweave.corpus.embedder import OLD_IDENTITY, Embedder
 from kvweave.corpus.index import AUTO, check_kind
 from kvweave.corpus.settings import (
@@ -21,6 +21,7 @@ from kvweave.corpus.settings import (
     write_settings,
 )
 from kvweave.errors import CorpusBusy, CorpusDamaged, CorpusError
+from kvweave.paths import sync
 
 if TYPE_CHECKING:
     from filelock import FileLock

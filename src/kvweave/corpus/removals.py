@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvweave.corpus.database import BUSY_TIMEOUT_S, Database
+from kvweave.corpus.database import Database, connect
 from kvweave.errors import CorpusError
 from kvweave.types import ChunkId
 
@@ -83,7 +83,7 @@ class Removals:
                 (generation, last_vector_id),
             ).fetchall()
         is_told = generation >= pruned or not last_vector_id  # an empty index has missed nothing
-        return VectorChanges(now, _ids(added), _ids(removed) if is_told else None)
+        return VectorChanges(now, read_ids(added), read_ids(removed) if is_told else None)
 
     def pending_kv(self) -> tuple[ChunkId, ...] | None:
         """Chunks that went since `settle_kv`, less those that are back: their KV may still be on
@@ -135,14 +135,7 @@ class RemovalReader:
         """`path` is the file of a catalogue that was opened before."""
         self._path = path
         self._lock = threading.Lock()
-        # check_same_thread off: the lock does that
-        self._db = sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode=rw",  # never makes another
-            uri=True,
-            timeout=BUSY_TIMEOUT_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        self._db = connect(path)
 
     def generation(self) -> int:
         """Another one after every change of the documents. Microseconds."""
@@ -173,5 +166,5 @@ class RemovalReader:
                 raise CorpusError(f"{self._path}: {error}") from error
 
 
-def _ids(rows: Sequence[Sequence[object]]) -> VectorIds:
+def read_ids(rows: Sequence[Sequence[object]]) -> VectorIds:
     return np.array([row[0] for row in rows], dtype=np.int64)

@@ -1,6 +1,7 @@
 """How a request becomes a sequence: what an engine can compute at all, and in which turn."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import ExactPrefixes, path_of
@@ -57,22 +58,16 @@ class RequestLimits:
         return min(len(request.forced) or request.sampling.max_tokens, most)
 
 
+@dataclass(eq=False)
 class Arrivals:
     """Makes sequences of requests, each with its rank among those of all tenants. For the engine
     thread."""
 
-    def __init__(
-        self,
-        limits: RequestLimits,
-        ranks: FairRanks,
-        pages: PageManager,
-        prefixes: ExactPrefixes,
-    ) -> None:
-        self._limits = limits
-        self._ranks = ranks
-        self._pages = pages
-        self._prefixes = prefixes
-        self._num_arrived = 0
+    _limits: RequestLimits
+    _ranks: FairRanks
+    _pages: PageManager
+    _prefixes: ExactPrefixes
+    _num_arrived: int = 0
 
     def begin(self, ticket: Ticket) -> EngineSequence:
         """Make the sequence of a ticket that is new. It has no pages yet."""

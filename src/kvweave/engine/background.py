@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 QUIET_S = 0.5  # without an answer: the next question of a conversation often comes at once
@@ -197,21 +198,15 @@ class BackgroundPace:
         self._saved_s = min(MOST_SAVED_S, self._saved_s + more_s)
 
 
+@dataclass(eq=False)
 class BackgroundTurn:
     """Says when each short use of the engine within one piece of work may begin, and how long it
     may last: a `fuse.encode.chunk_encoder.Pace`. On the thread that has the turn."""
 
-    def __init__(
-        self,
-        pace: BackgroundPace,
-        ended: threading.Event,
-        idle_only: bool,
-        is_hurried: Callable[[], bool],
-    ) -> None:
-        self._pace = pace
-        self._ended = ended
-        self._idle_only = idle_only
-        self._is_hurried = is_hurried
+    _pace: BackgroundPace
+    _ended: threading.Event
+    _idle_only: bool
+    _is_hurried: Callable[[], bool]
 
     def wait(self) -> float:
         """Wait until the engine may be had; return for how many seconds. Raises GaveUp if that is

@@ -12,6 +12,7 @@ second is faster for a request that is alone. `waits_outside` is the rule betwee
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.engine.chunk_pages import ChunkPages
@@ -50,22 +51,16 @@ class LoadedPrompt(NamedTuple):
     started_s: float  # by time.perf_counter
 
 
+@dataclass(eq=False)
 class ChunkLoader:
     """Gets the stored bytes of fused prompts. The engine thread calls it; threads of its own wait
     for the bytes and post a LoadedPrompt. The scheduler's ByteSource."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        post: Callable[[LoadedPrompt], None],
-        chunks: ChunkPages | None = None,
-    ) -> None:
-        """`chunks` that lie in shared pages need not be loaded."""
-        self._num_layers = num_layers
-        self._post = post
-        self._chunks = chunks
-        self._threads: ThreadPoolExecutor | None = None
-        self._loads: list[Future[None]] = []
+    _num_layers: int
+    _post: Callable[[LoadedPrompt], None]
+    _chunks: ChunkPages | None = None  # that lie in shared pages need not be loaded
+    _threads: ThreadPoolExecutor | None = None
+    _loads: list[Future[None]] = field(default_factory=list)
 
     def open(self, part: FusedPart, resident: Collection[ChunkKey] = ()) -> StoredPrompt:
         """Take the lease and start loading, all but `resident` chunks. May wait for a tier to say

@@ -13,6 +13,7 @@ close to its device.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -58,25 +59,19 @@ def is_more_urgent(message: Message, own: Urgency) -> bool:
             return own is Urgency.GUESSED
 
 
+@dataclass(eq=False)
 class CommonSteps:
     """Takes common steps. For the engine thread; any thread reads `num_given_up`."""
 
-    def __init__(
-        self,
-        inbox: Inbox[Message],
-        scheduler: Scheduler[EngineSequence],
-        runner: Runner,
-        lifecycle: Lifecycle,
-    ) -> None:
-        self._inbox = inbox
-        self._scheduler = scheduler
-        self._runner = runner
-        self._lifecycle = lifecycle
-        self._tickets: list[
-            Ticket
-        ] = []  # of a step that may stop between two layers, while it runs
-        self._ordered: deque[torch.cuda.Event] = deque()  # its layers, as far as a GPU is behind
-        self.num_given_up = 0  # steps
+    _inbox: Inbox[Message]
+    _scheduler: Scheduler[EngineSequence]
+    _runner: Runner
+    _lifecycle: Lifecycle
+    # of a step that runs, if it may stop between two layers
+    _tickets: list[Ticket] = field(default_factory=list)
+    # its layers, as far as a GPU is behind
+    _ordered: deque[torch.cuda.Event] = field(default_factory=deque)
+    num_given_up: int = 0  # steps
 
     def take(self, slices: Sequence[SequenceSlice]) -> None:
         """Compute a step and hand out what it gave, if it is not given up."""

@@ -1,7 +1,7 @@
 """From the logits of a step to tokens of an answer."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,21 +13,15 @@ from kvweave.engine.stats import EngineCounts
 from kvweave.errors import NoNumbers
 
 
+@dataclass(eq=False)
 class TokenDrawer:
     """Draws tokens, gives them to their readers, and drafts what may come next. For the engine
     thread."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler[EngineSequence],
-        pages: PageManager,
-        counts: EngineCounts,
-        drafts: Drafts,
-    ) -> None:
-        self._scheduler = scheduler
-        self._pages = pages
-        self._counts = counts
-        self._drafts = drafts
+    _scheduler: Scheduler[EngineSequence]
+    _pages: PageManager
+    _counts: EngineCounts
+    _drafts: Drafts
 
     def draw(
         self,

@@ -29,7 +29,6 @@ from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.runner import Runner
 from kvweave.engine.scheduler import Scheduler
 from kvweave.engine.sequence import EngineSequence
-from kvweave.engine.tombstones import Tombstones
 from kvweave.engine.warm_up import WarmUp
 from kvweave.engine.worker import Pulse, Worker
 from kvweave.errors import ConfigError, EngineClosed, RequestError
@@ -39,7 +38,7 @@ from kvweave.kernels.dispatch import has_triton
 from kvweave.kernels.fixed_order import fix_order
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.tree import KnowledgeTree, TreeTier
+from kvweave.kv.tree import TreeTier
 from kvweave.kv.tree.policy_trial import first_policy
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
@@ -94,6 +93,9 @@ class Engine:
         self._prefixes = ExactPrefixes(
             self.cfg, pool, self._allocator, cost_s, self._inbox.post, self._chunks
         )
+        # what was deleted, and exact KV by path: threads other than the engine's only read the one
+        # and `match` in the other
+        self.tombstones, self.tree = self._prefixes.tombstones, self._prefixes.tree
         self._pages = PageManager(pool, self._allocator, self._prefixes, self._chunks)
         self._loader = ChunkLoader(decoder.spec.num_layers, self._inbox.post, self._chunks)
         self._scheduler: Scheduler[EngineSequence] = Scheduler(self.cfg, self._pages, self._loader)
@@ -193,16 +195,6 @@ class Engine:
     def run_alone(self, job: Callable[[], T]) -> T:
         """Run a job on the engine thread, between two steps; wait for it and give its result."""
         return self._worker.run_alone(job)
-
-    @property
-    def tombstones(self) -> Tombstones:
-        """What was deleted. Threads other than the engine's only read."""
-        return self._prefixes.tombstones
-
-    @property
-    def tree(self) -> KnowledgeTree:
-        """Exact KV by path. Threads other than the engine's may only `match`."""
-        return self._prefixes.tree
 
     def resident(self, keys: Collection[ChunkKey], namespace: str = "") -> set[ChunkKey]:
         """Which of these chunks a request of a namespace would find in the pool: nothing is brought

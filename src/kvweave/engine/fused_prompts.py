@@ -13,7 +13,7 @@ tree; chunks in front that are computed behind exact ones are (`EngineSequence.n
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ from kvweave.kernels.segments import KERNEL_ROWS
 from kvweave.kernels.types import SharedChunk
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.model.decoder import Decoder
-from kvweave.model.paged_kv import KVPool
 from kvweave.types import ChunkId
 
 
@@ -50,20 +49,17 @@ class OrderedPrompt(NamedTuple):
     started_s: float  # by time.perf_counter
 
 
+@dataclass(eq=False)
 class FusedPrompts:
     """Begins the prompts of fused requests. For the engine thread."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        pages: PageManager,
-        prefixes: ExactPrefixes,
-        loader: ChunkLoader,
-    ) -> None:
-        self._decoder = decoder
-        self._pages = pages
-        self._prefixes = prefixes
-        self._loader = loader
+    _decoder: Decoder
+    _pages: PageManager
+    _prefixes: ExactPrefixes
+    _loader: ChunkLoader
+
+    def __post_init__(self) -> None:
+        decoder = self._decoder
         self._scratch = ScratchMemory(decoder.spec, decoder.dtype, decoder.device)
 
     def begin(
@@ -153,16 +149,13 @@ class ChunkRoom:
         assert sequence.shared is not None, "its chunks are leased"
         self._sequence = sequence
         self._kv = sequence.kv
+        self.pool = self._kv.pool
         self._lease = sequence.shared
         self._pages = pages
         self._scratch = scratch
         self._tombstones = tombstones
         self._laid_out: tuple[FuseRequest, Slots] | None = None
         self._shifts: dict[int, int] = {}  # where a chunk starts, and the slot of its shift
-
-    @property
-    def pool(self) -> KVPool:
-        return self._kv.pool
 
     @property
     def num_present(self) -> int:

@@ -5,6 +5,7 @@ Ticket ─► sequence ─► (LoadedPrompt) ─► scheduler ─► steps ─�
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -30,35 +31,28 @@ from kvweave.kernels.recording import is_out_of_memory, num_first_times
 Message = Ticket | LoadedPrompt | ArrivedCopy | Callable[[], None]
 
 
+@dataclass(eq=False)
 class Lifecycle:
     """Knows every request that has not ended, and takes back all that a request holds when it ends.
 
     The engine thread owns it; any thread reads `sequences` and `counts`.
     """
 
-    def __init__(
-        self,
-        arrivals: Arrivals,
-        scheduler: Scheduler[EngineSequence],
-        pages: PageManager,
-        prefixes: ExactPrefixes,
-        loader: ChunkLoader,
-        warm_up: WarmUp,
-        copy_tokens: int,
-    ) -> None:
-        """`copy_tokens` of an answer are drafted at a time at most: see drafts.py."""
-        self._arrivals = arrivals
-        self._warm_up = warm_up
-        self._scheduler = scheduler
-        self._pages = pages
-        self._prefixes = prefixes
-        self._loader = loader
-        self.sequences: dict[Ticket, EngineSequence] = {}
-        self.counts = EngineCounts()
-        self._drafts = Drafts(copy_tokens)
+    _arrivals: Arrivals
+    _scheduler: Scheduler[EngineSequence]
+    _pages: PageManager
+    _prefixes: ExactPrefixes
+    _loader: ChunkLoader
+    _warm_up: WarmUp
+    _copy_tokens: int  # of an answer are drafted at a time at most: see drafts.py
+    sequences: dict[Ticket, EngineSequence] = field(default_factory=dict)
+    counts: EngineCounts = field(default_factory=EngineCounts)
+    failed_in_row: int = 0  # requests that failed since the last token was drawn
+
+    def __post_init__(self) -> None:
+        self._drafts = Drafts(self._copy_tokens)
         self._first_times = num_first_times()
-        self._drawer = TokenDrawer(scheduler, pages, self.counts, self._drafts)
-        self.failed_in_row = 0  # requests that failed since the last token was drawn
+        self._drawer = TokenDrawer(self._scheduler, self._pages, self.counts, self._drafts)
 
     @property
     def is_idle(self) -> bool:

@@ -11,7 +11,7 @@ time (`bench/gpu/idle.py`): while rows are chosen, tokens handed out and the nex
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvweave.engine.fused_prompts import FusedPrompts, OrderedPrompt, word_for_pass
@@ -24,29 +24,22 @@ from kvweave.fuse.prefill import Prefilled
 from kvweave.fuse.protocol import Meanwhile
 
 
+@dataclass(eq=False)
 class OwnSteps:
     """Takes the own steps of fused prompts, and knows what was ordered from the device and is not
     waited for yet. For the engine thread; `has_prompt` and `num_steps` are read by any."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler[EngineSequence],
-        runner: Runner,
-        lifecycle: Lifecycle,
-        fused: FusedPrompts,
-        prompts_per_step: int,
-    ) -> None:
-        """`prompts_per_step` prompts are computed between two common steps while prompts wait; 0:
-        what is ordered is waited for, and nothing overlaps."""
-        self._scheduler = scheduler
-        self._runner = runner
-        self._lifecycle = lifecycle
-        self._fused = fused
-        self._prompt: OrderedPrompt | None = None
-        self._step: Callable[[], StepOutput] | None = None
-        self._prompts_per_step = prompts_per_step
-        self._prompts_since = 0  # the last common step
-        self.num_steps = 0  # common ones that were ordered between prompts
+    _scheduler: Scheduler[EngineSequence]
+    _runner: Runner
+    _lifecycle: Lifecycle
+    _fused: FusedPrompts
+    # that are computed between two common steps while prompts wait; 0: what is ordered is waited
+    # for, and nothing overlaps
+    _prompts_per_step: int
+    _prompt: OrderedPrompt | None = None
+    _step: Callable[[], StepOutput] | None = None
+    _prompts_since: int = 0  # the last common step
+    num_steps: int = 0  # common ones that were ordered between prompts
 
     @property
     def has_prompt(self) -> bool:

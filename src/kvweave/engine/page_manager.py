@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -69,23 +70,17 @@ class RoomLost(Exception):
     than codes do, or others wait for the same chunks. The request must begin again with copies."""
 
 
+@dataclass(eq=False)
 class PageManager:
     """Moves pages between sequences, the tree and the free ones. The engine thread owns it; any
     thread reads `most_tokens`. The scheduler's PageSource."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        allocator: PageAllocator,
-        prefixes: ExactPrefixes,
-        chunks: ChunkPages | None = None,
-    ) -> None:
-        """`chunks` that requests share; None: each has a copy."""
-        self._pool = pool
-        self._allocator = allocator
-        self._prefixes = prefixes
-        self._chunks = chunks
-        self._holding: set[EngineSequence] = set()  # those that run, and may want a page more
+    _pool: KVPool
+    _allocator: PageAllocator
+    _prefixes: ExactPrefixes
+    _chunks: ChunkPages | None = None  # that requests share; None: each has a copy
+    # those that run, and may want a page more
+    _holding: set[EngineSequence] = field(default_factory=set)
 
     def empty_kv(self) -> PagedKV:
         """KV of a sequence that has no pages yet."""

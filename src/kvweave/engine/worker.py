@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -34,32 +35,23 @@ class Pulse(NamedTuple):
     failed_in_row: int  # requests that failed since the last token was handed out
 
 
+@dataclass(eq=False)
 class Worker:
     """Owns the engine thread. All that it is given is used on that thread alone, except the
     inbox."""
 
-    def __init__(
-        self,
-        inbox: Inbox[Message],
-        lifecycle: Lifecycle,
-        scheduler: Scheduler[EngineSequence],
-        common_steps: CommonSteps,
-        own_steps: OwnSteps,
-        device: torch.device,
-        idle_s: float,
-    ) -> None:
-        """The thread ends after `idle_s` without work."""
-        self._inbox = inbox
-        self._lifecycle = lifecycle
-        self._scheduler = scheduler
-        self._common_steps = common_steps
-        self._own_steps = own_steps
-        self._device = device
-        self._idle_s = idle_s
-        self._thread: threading.Thread | None = None  # guarded by the inbox's condition
-        self._step_from_s: float | None = None  # when the step at hand began
-        self._futures: set[Future[Any]] = set()  # of jobs that wait or run; guarded by it too
-        self.is_abandoned = False  # whether `abandon` was called
+    _inbox: Inbox[Message]
+    _lifecycle: Lifecycle
+    _scheduler: Scheduler[EngineSequence]
+    _common_steps: CommonSteps
+    _own_steps: OwnSteps
+    _device: torch.device
+    _idle_s: float  # without work, after which the thread ends
+    _thread: threading.Thread | None = None  # guarded by the inbox's condition
+    _step_from_s: float | None = None  # when the step at hand began
+    # of jobs that wait or run; guarded by it too
+    _futures: set[Future[Any]] = field(default_factory=set)
+    is_abandoned: bool = False  # whether `abandon` was called
 
     # ---- any thread
 
@@ -193,9 +185,7 @@ class Worker:
         except BaseException as error:
             log.critical("the engine thread died; the next request has another", exc_info=error)
             self._step_from_s = None
-            if not isinstance(
-                error, Exception
-            ):  # for readers: what ended the thread is no Exception
+            if not isinstance(error, Exception):  # for readers, who are given one
                 error = RuntimeError(f"the engine thread died: {type(error).__name__} {error}")
             self._end_all(error)
             with self._inbox.changed:

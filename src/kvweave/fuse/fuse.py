@@ -49,20 +49,13 @@ class Fused:
     trace: PassTrace
 
 
-def fuse(
-    stitched: Stitched,
-    strategy: Strategy = REUSE,
-    ratio: float = 0.0,
-    told: Callable[[tuple[int, ...]], None] | None = None,
-) -> Fused:
+def fuse(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) -> Fused:
     """Prefill the request of `stitched` into its buffer, recomputing `ratio` of its hits.
 
     Without a selector nothing is recomputed. Ratio 1 recomputes everything, whatever the selector.
     Drift wants a selector that chooses before the pass. Raises ChunkLost as the pass does.
-    `told` is called with the hits that are recomputed when the pass is ordered: a device is still
-    at it.
     """
-    return order_fusion(stitched, strategy, ratio, told).finish()
+    return order_fusion(stitched, strategy, ratio).finish()
 
 
 @torch.inference_mode()
@@ -75,7 +68,8 @@ def order_fusion(
 ) -> "OrderedFusion":
     """Order a fusion with the arguments of `fuse`, up to where the host would wait for the pass.
 
-    The device may be given other work before the fusion is finished.
+    The device may be given other work before the fusion is finished. `told` is called with the hits
+    that are recomputed when the pass is ordered: a device is still at it.
     """
     decoder, request = stitched.decoder, stitched.request
     started_s = time.perf_counter()

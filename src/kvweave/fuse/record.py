@@ -110,12 +110,6 @@ class FuseRecord:
             at += count
         return runs
 
-    def summary(self) -> str:
-        """One line for people."""
-        counts, total = self.counts, len(self.states)
-        parts = [f"{counts[s]:,} {s}" for s in map(str, State) if counts[s]]
-        return f"{self.strategy} {self.ratio:g}: {total:,} tokens = {' + '.join(parts)}"
-
 
 def exact_chunk_records(lengths: Sequence[int], end: int) -> list[ChunkRecord]:
     """Chunks that came with an exact prefix, the last of them ending at position `end`."""

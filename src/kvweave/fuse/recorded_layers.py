@@ -190,7 +190,7 @@ class LayerRecordings:
         return self._record_missing(decoder, used)
 
     def record_near(self, decoder: FusionDecoder) -> bool:
-        """The same of numbers of rows near the latest: prompts about as long will have them."""
+        """Record one step more of a number of rows near the latest: next prompts may have it."""
         if not self._sizes:
             return False
         latest = next(reversed(self._sizes))

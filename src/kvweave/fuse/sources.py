@@ -6,6 +6,7 @@ RoPE. It may block until the bytes are there. For the one thread that runs the p
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -91,6 +92,7 @@ class LayerTransfer(Protocol):
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
+@dataclass(eq=False)
 class StoredChunks:
     """Chunks on their way from the store, decoded as they are laid.
 
@@ -98,26 +100,18 @@ class StoredChunks:
     go. Other codecs are decoded first.
     """
 
-    def __init__(
-        self,
-        decoder: FusionDecoder,
-        placed: Sequence[ChunkSpan],
-        layers: LayerTransfer,
-        *,
-        lays: bool = True,
-    ) -> None:
-        """`lays`: chunks go to their places in the prompt; else whoever asks puts them elsewhere,
-        and there is no placer."""
-        self._lays = lays
-        self._decoder = decoder
-        self._placed = placed
-        self._layers = layers
-        self._laid_s = 0.0
+    _decoder: FusionDecoder
+    _placed: Sequence[ChunkSpan]
+    _layers: LayerTransfer
+    # chunks go to their places in the prompt; else whoever asks puts them elsewhere, and there is
+    # no placer
+    lays: bool = True
+    _laid_s: float = 0.0
 
     @property
     def placer(self) -> "StoredChunks | None":
         decoder = self._decoder
-        is_plain = self._lays and decoder.device.type == "cpu" and decoder.dtype == torch.float32
+        is_plain = self.lays and decoder.device.type == "cpu" and decoder.dtype == torch.float32
         return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:

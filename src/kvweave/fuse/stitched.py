@@ -37,6 +37,7 @@ class Stitched:
         self.decoder = decoder
         self.request = request
         self.layers = layers
+        self.kv = layers.kv  # the buffer that layers are laid into
         self._preamble = preamble
         self.tables: PassTables | None = None  # None: not made ahead
         self.placed = positions_of(request.runs(State.EXACT, State.REUSED))  # [N]
@@ -54,11 +55,6 @@ class Stitched:
         self.tables = PassTables(self.decoder, self.request)
         if self.layers.is_here:
             self.lay(0)
-
-    @property
-    def kv(self) -> KVBuffer:
-        """The buffer that layers are laid into."""
-        return self.layers.kv
 
     @property
     def load_s(self) -> float:

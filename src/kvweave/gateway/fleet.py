@@ -165,7 +165,7 @@ class Fleet:
         self.budget = RetryBudget(cfg.retry_share, cfg.retry_reserve)
         self._changed = threading.Condition()  # guards the replicas; never held for long
         key = read_key(cfg)
-        self._replicas = [Replica(url, cfg, key) for url in read_upstreams(cfg)]
+        self.replicas = [Replica(url, cfg, key) for url in read_upstreams(cfg)]
         self._next = 0  # round robin
         self._closed = False
 
@@ -209,7 +209,7 @@ class Fleet:
         path = path_keys(prompt.root, prompt.parts)[-1] if prompt.parts else prompt.root
         best: list[int] = []
         with self._changed:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 if replica.is_open and replica.has(prompt.model):
                     found = replica.mirror.order(path, parts)
                     best = max(best, found, key=lambda places: _tokens(parts, places))
@@ -220,13 +220,13 @@ class Fleet:
         path = path_keys(prompt.root, (*prompt.parts, *parts))[-1]
         with self._changed:
             return any(
-                r.mirror.has(path) for r in self._replicas if r.is_open and r.has(prompt.model)
+                r.mirror.has(path) for r in self.replicas if r.is_open and r.has(prompt.model)
             )
 
     def pending_prefills(self) -> int:
         """Prompts that are being computed, on an average replica that takes requests."""
         with self._changed:
-            open_ones = [replica for replica in self._replicas if replica.is_open]
+            open_ones = [replica for replica in self.replicas if replica.is_open]
             return sum(r.prefills for r in open_ones) // max(1, len(open_ones))
 
     def add_exchange(self, replica: Replica, exchange: Exchange) -> None:
@@ -256,10 +256,6 @@ class Fleet:
 
     # ── replicas ─────────────────────────────────────────────────────────────
 
-    @property
-    def replicas(self) -> Sequence[Replica]:
-        return self._replicas
-
     def look(self, replica: Replica) -> None:
         """Ask a replica how it is. Blocks for as long as `health_s` says; the health thread's."""
         card, why = replica.card, None
@@ -276,24 +272,24 @@ class Fleet:
 
     def is_any_unseen(self) -> bool:
         """Whether nothing is known of some replica yet, not even that it does not answer."""
-        return any(replica.health is ReplicaHealth.UNKNOWN for replica in self._replicas)
+        return any(replica.health is ReplicaHealth.UNKNOWN for replica in self.replicas)
 
     def card(self) -> UpstreamCard | None:
         """The card of the first replica that was seen and is not down; None: none is."""
         with self._changed:
-            return next((r.card for r in self._replicas if r.card is not None), None)
+            return next((r.card for r in self.replicas if r.card is not None), None)
 
     def can_fuse(self, model: str = "") -> bool:
         """Whether a replica that takes requests for a model reuses chunk KV."""
         with self._changed:
-            return any(r.card.fuses for r in self._replicas if r.card is not None and r.has(model))
+            return any(r.card.fuses for r in self.replicas if r.card is not None and r.has(model))
 
     def models(self) -> dict[str, int | None]:
         """What the replicas serve, or did when they were last seen, each with its context: the
         smallest, where several have it."""
         found: dict[str, int | None] = {}
         with self._changed:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 for name, most in replica.models.items():
                     known = [n for n in (most, found.get(name)) if n is not None]
                     found[name] = min(known, default=None)
@@ -302,14 +298,14 @@ class Fleet:
     def why_unready(self) -> str | None:
         """Why no request would be answered now; None: some replica was well at the last look.
         Names none of them: whoever looks at /readyz has shown no key."""
-        if any(replica.health is ReplicaHealth.UP for replica in self._replicas):
+        if any(replica.health is ReplicaHealth.UP for replica in self.replicas):
             return None
-        return f"none of {len(self._replicas)} upstreams takes requests; see the gateway's log"
+        return f"none of {len(self.replicas)} upstreams takes requests; see the gateway's log"
 
     def samples(self) -> list[Sample]:
         """For metrics."""
         with self._changed:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 name = replica.name
                 self.metrics.gauge("upstream_up", replica.health is ReplicaHealth.UP, upstream=name)
                 self.metrics.gauge("upstream_resting", replica.breaker.is_open, upstream=name)
@@ -323,11 +319,11 @@ class Fleet:
     def close(self) -> None:
         with self._changed:
             self._closed = True
-            exchanges = [e for replica in self._replicas for e in replica.exchanges]
+            exchanges = [e for replica in self.replicas for e in replica.exchanges]
             self._changed.notify_all()
         for exchange in exchanges:
             exchange.cut()
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.connections.close()
 
     # ── choosing; the lock is held ───────────────────────────────────────────
@@ -340,7 +336,7 @@ class Fleet:
         first: Replica | None,
     ) -> list[tuple[Replica, MirrorMatch]]:
         """Replicas that take requests, the best first."""
-        open_ones = [r for r in self._replicas if r.is_open and r.has(prompt.model)]
+        open_ones = [r for r in self.replicas if r.is_open and r.has(prompt.model)]
         fresh = [replica for replica in open_ones if replica not in tried] or open_ones
         if not fresh:
             return []
@@ -423,7 +419,7 @@ class Fleet:
     def _none_left(self, model: str) -> str:
         """That no replica takes requests, and how each is that might."""
         of = f" for model {model!r}" if model else ""
-        told = "; ".join(replica.words for replica in self._replicas if replica.has(model))
+        told = "; ".join(replica.words for replica in self.replicas if replica.has(model))
         return f"no upstream takes requests{of}: {told}"
 
 

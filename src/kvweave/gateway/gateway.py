@@ -11,8 +11,8 @@ from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.notes import AnswerNotes
-from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions, Question
-from kvweave.app.answer.settings import AnswerSettings, SamplingDefaults
+from kvweave.app.answer.question import ChatOptions, CompletionOptions, PlainOptions
+from kvweave.app.answer.settings import AnswerSettings, Fields, SamplingDefaults
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpeningOptions, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
@@ -73,7 +73,7 @@ class Gateway:
             self._watch.start()
             stages.info("waiting for an upstream to answer")
             card = self._watch.wait_for_one(first_card_s)
-            self._model = card.model
+            self.model_name = card.model
             folder, is_models = _tokenizer_folder(tokenizer, card.model)
             prompts: PromptMaker = TextPrompts()
             found = Tokenizer(folder)
@@ -103,20 +103,16 @@ class Gateway:
     # ── what it is ───────────────────────────────────────────────────────────
 
     @property
-    def model_name(self) -> str:
-        return self._model
-
-    @property
     def max_context(self) -> int | None:
         return self._upstreams.max_context
 
     def models(self) -> dict[str, int | None]:
-        return {self._model: self.max_context, **self.fleet.models()}
+        return {self.model_name: self.max_context, **self.fleet.models()}
 
     def models_of(self, folder: Path) -> list[str]:
         stored = read_settings(folder)
         is_fitting = stored is None or stored.tokenizer == self._upstreams.tokenizer.fingerprint
-        return [self._model] if is_fitting else []
+        return [self.model_name] if is_fitting else []
 
     @property
     def engines(self) -> tuple[()]:
@@ -152,10 +148,7 @@ class Gateway:
     # ── answers ──────────────────────────────────────────────────────────────
 
     def sampling(
-        self,
-        asked: Mapping[str, Any] | None = None,
-        built_in: Mapping[str, Any] | None = None,
-        model: str | None = None,
+        self, asked: Fields = None, built_in: Fields = None, model: str | None = None
     ) -> Sampling:
         return self._upstreams.for_model(model).sampling.sampling(asked, built_in)
 
@@ -165,9 +158,7 @@ class Gateway:
         self._answerers.check_reuse(reuse, model)
 
     def stream(self, question: str, **options: Any) -> PieceStream:
-        called_s = time.perf_counter()
-        asked = Question(question, **options)
-        return self._answerers.for_model(asked.model).answer(asked, called_s)
+        return self._answerers.stream(question, **options)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]

@@ -1,15 +1,14 @@
 """One knowledge base of the gateway: documents here, answers from its upstreams."""
 
-import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 from kvweave.app.answer.answer_stream import PieceStream
-from kvweave.app.answer.question import Question
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.library.kv_progress import KVProgress
 from kvweave.app.library.kv_sync import KVSync, remove_documents, sync_without_model
+from kvweave.app.library.library import IngestHow
 from kvweave.app.library.library_kv import Retries
 from kvweave.app.library.stored_kv import KV_FOLDER, Delete, KVPlaces
 from kvweave.corpus.knowledge_base import KnowledgeBase
@@ -20,8 +19,8 @@ from kvweave.gateway.prompts import COMPLETIONS
 from kvweave.gateway.replica import Replica
 from kvweave.gateway.target import FleetAnswerers, Upstreams
 from kvweave.ingest.pipeline import ingest
-from kvweave.ingest.report import IngestReport, OnProgress
-from kvweave.ingest.sources import IngestOptions, Source
+from kvweave.ingest.report import IngestReport
+from kvweave.ingest.sources import Source
 from kvweave.metrics import Metrics
 from kvweave.types import ChunkId
 
@@ -30,7 +29,7 @@ class RoutedLibrary:
     """A `LibraryHost`. Any thread; one at a time ingests. Closes `kb`."""
 
     def __init__(self, kb: KnowledgeBase, upstreams: Upstreams, settings: AnswerSettings) -> None:
-        self._kb = kb
+        self.kb = kb
         self._upstreams = upstreams
         self._tenant = settings.tenant
         self._engines = [EngineMemory(each, settings.tenant) for each in upstreams.fleet.replicas]
@@ -46,52 +45,40 @@ class RoutedLibrary:
     def engine_of(self, model: str | None) -> None:
         return None
 
-    @property
-    def kb(self) -> KnowledgeBase:
-        return self._kb
-
     def stream(self, question: str, **options: Any) -> PieceStream:
-        called_s = time.perf_counter()
-        asked = Question(question, **options)
-        return self._answerers.for_model(asked.model).answer(asked, called_s)
+        return self._answerers.stream(question, **options)
 
     def check_strategy(
         self, reuse: str | None, ratio: float | None = None, model: str | None = None
     ) -> None:
         self._answerers.check_reuse(reuse, model)
 
-    def ingest(
-        self,
-        *sources: Source,
-        chunk_kv: bool = False,
-        progress: OnProgress | None = None,
-        options: IngestOptions | None = None,
-        only_new: bool = False,
-    ) -> IngestReport:
+    def ingest(self, *sources: Source, **how: Unpack[IngestHow]) -> IngestReport:
         """Documents to chunks and vectors. Their KV is made where the model is."""
-        if chunk_kv:
+        if how.get("chunk_kv"):
             raise RequestError(
                 "a gateway makes no chunk KV, its upstreams do when chunks come back; leave "
                 "'wait_for_kv' out"
             )
         with self._sync() as sync:
-            return ingest(self._kb, sources, None, progress=progress, options=options, kv_sync=sync)
+            progress, options = how.get("progress"), how.get("options")
+            return ingest(self.kb, sources, None, progress=progress, options=options, kv_sync=sync)
 
     def remove(self, reference: str) -> int:
         """Remove a document, and the KV of its chunks: in tiers that upstreams share, and in those
         of each upstream."""
-        ids = [document.id for document in self._kb.find(reference)]
+        ids = [document.id for document in self.kb.find(reference)]
         with self._sync() as sync:
-            return len(remove_documents(self._kb, ids, sync).orphaned)
+            return len(remove_documents(self.kb, ids, sync).orphaned)
 
     def remove_all(self) -> bool:
-        ids = [document.id for document in self._kb.documents()]
+        ids = [document.id for document in self.kb.documents()]
         with self._sync() as sync:
-            remove_documents(self._kb, ids, sync)
+            remove_documents(self.kb, ids, sync)
             return not sync.is_owing
 
     def kv_progress(self) -> KVProgress:
-        return peek_progress(self._kb, self._upstreams, self._tenant)
+        return peek_progress(self.kb, self._upstreams, self._tenant)
 
     def metrics(self) -> Iterable[Metrics]:
         return ()
@@ -104,16 +91,16 @@ class RoutedLibrary:
 
     def close(self) -> None:
         self._retries.close()
-        self._kb.close()
+        self.kb.close()
 
     def _sync(self) -> AbstractContextManager[KVSync]:
         owing = self._retries.start
-        return sync_without_model(self._kb, self._upstreams.remotes, self._engines, owing)
+        return sync_without_model(self.kb, self._upstreams.remotes, self._engines, owing)
 
     def _tell_engines(self) -> bool:
         """Tell those what they could not be told before; whether none is left. On the thread of
         the retries."""
-        with self._sync() as sync, self._kb.writing_if_free() as is_free:
+        with self._sync() as sync, self.kb.writing_if_free() as is_free:
             if is_free:
                 sync.before()
             return is_free and not sync.is_owing
@@ -129,14 +116,7 @@ class EngineMemory:
     def __init__(self, replica: Replica, tenant: str) -> None:
         self._replica = replica
         self._tenant = tenant
-
-    @property
-    def place(self) -> str:
-        return f"upstream {self._replica.name}"
-
-    @property
-    def name(self) -> str:
-        return self._replica.name
+        self.place, self.name = f"upstream {replica.name}", replica.name
 
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete

@@ -125,8 +125,7 @@ class LoadedChunks:
     """Chunks whose KV a replica says it has loaded for answers, by tenant; those that were not for
     longest go where there are too many. Any thread."""
 
-    def __init__(self, most: int = MOST_LOADED) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: OrderedDict[tuple[str, ChunkId], None] = OrderedDict()
 
@@ -135,7 +134,7 @@ class LoadedChunks:
             for chunk_id in chunk_ids:
                 self._found[tenant, chunk_id] = None
                 self._found.move_to_end((tenant, chunk_id))
-            while len(self._found) > self._most:
+            while len(self._found) > MOST_LOADED:
                 self._found.popitem(last=False)
 
     def drop(self, tenant: str, chunk_ids: Iterable[ChunkId]) -> None:

@@ -24,6 +24,7 @@ from kvweave.types import ChunkId
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHARS_PER_TOKEN = 4  # of a text whose tokenizer is not here: a guess for routing alone
 
+BLOCK = 256  # tokens of a plain text that are routed by together, or characters
 CALLING = ("tool_calls", "tool_call_id")  # fields of messages about calls
 
 ChunkIds = tuple[int, ...]
@@ -152,11 +153,9 @@ def chat_messages(
     return UpstreamPrompt(CHAT, {"messages": sent}, routed, routed.num_tokens)
 
 
-def plain_text(
-    prompt: str | Sequence[int], salt: bytes, model: str = "", block: int = 256
-) -> UpstreamPrompt:
-    """A text or token ids to be continued, in blocks of `block` tokens or as many characters."""
-    blocks = [prompt[at : at + block] for at in range(0, len(prompt), block)]
+def plain_text(prompt: str | Sequence[int], salt: bytes, model: str = "") -> UpstreamPrompt:
+    """A text or token ids to be continued, in blocks of so many tokens or characters."""
+    blocks = [prompt[at : at + BLOCK] for at in range(0, len(prompt), BLOCK)]
     if isinstance(prompt, str):
         parts = tuple(text_part(str(piece)) for piece in blocks)
     else:

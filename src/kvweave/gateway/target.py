@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvweave.app.answer.answer_stream import PieceStream
 from kvweave.app.answer.answerer import Answerer
 from kvweave.app.answer.conversations import Talk
 from kvweave.app.answer.guessing import PrefillPace
@@ -230,15 +231,18 @@ class FleetAnswerers:
         self._lock = threading.Lock()
         self._made: dict[str, Answerer[UpstreamPrompt, UpstreamRequest]] = {}
 
-    def for_model(self, model: str | None) -> Answerer[UpstreamPrompt, UpstreamRequest]:
-        """The answerer of a model, None: of the usual one. Raises RequestError where no upstream
-        has it."""
-        upstreams = self._up.for_model(model)
+    def stream(self, question: str, **options: Any) -> PieceStream:
+        """Answer by the model that the question names, or the usual one. Raises RequestError where
+        no upstream has it."""
+        called_s = time.perf_counter()
+        asked = Question(question, **options)
+        upstreams = self._up.for_model(asked.model)
         with self._lock:
             if upstreams.model not in self._made:
                 target = FleetTarget(upstreams, self._settings, self._kb)
                 self._made[upstreams.model] = Answerer(target, self._settings, self._kb)
-            return self._made[upstreams.model]
+            answerer = self._made[upstreams.model]
+        return answerer.answer(asked, called_s)
 
     def check_reuse(self, reuse: str | None, model: str | None) -> None:
         """Raise ConfigError for a strategy that no upstream has for a model."""

@@ -58,10 +58,6 @@ class IngestReport:
     kv_bytes: int = 0  # that it takes
 
     @property
-    def is_complete(self) -> bool:
-        return not self.skipped
-
-    @property
     def is_in_vain(self) -> bool:
         """Whether there were files and none of them is in the knowledge base now."""
         is_idle = not (self.added or self.updated or self.unchanged or self.removed)

@@ -153,11 +153,6 @@ class RecordedDecode:
         """What could not be recorded, by kind. Any thread."""
         return list(self._refusals.values())
 
-    @property
-    def memory_pools(self) -> set[Any]:
-        """The pools of device memory that recordings took; one, however many there are."""
-        return {made.graph.memory_pool for made in self._recordings.values() if made is not None}
-
     @torch.inference_mode()
     def play(self, batch: Sequence[Rows], *, may_record: bool = True) -> StepResult | None:
         """Compute a step of one wanted row each, in pages, without hooks. None: it is not recorded

@@ -17,7 +17,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +86,17 @@ def save_notes(fingerprint: str, notes: RoundingNotes) -> None:
         log.warning("cannot keep what rounding costs %s: %s", path, error.strerror)
 
 
+@dataclass(eq=False)
 class Rounding:
     """Rounds one model. Made for one load, on its thread."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        library: CompiledLibrary,
-        notes: RoundingNotes | None,
-        encode: Callable[[str], list[int]],
-    ) -> None:
-        """With `notes` nothing is measured. `encode` turns text into tokens."""
-        self._spec = spec
-        self._library = library
-        self._notes = notes
-        self._parts: Parts = {}
-        self._powers: Powers = {}
-        self._streams: _Streams | None = None
-        self._encode = encode
+    _spec: ModelSpec
+    _library: CompiledLibrary
+    _notes: RoundingNotes | None  # with them nothing is measured
+    _encode: Callable[[str], list[int]]  # text into tokens
+    _parts: Parts = field(default_factory=dict)
+    _powers: Powers = field(default_factory=dict)
+    _streams: "_Streams | None" = None
 
     def start(self, embedding: Tensor) -> None:
         """Begin with the embeddings."""

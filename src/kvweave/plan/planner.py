@@ -118,25 +118,21 @@ def price_order(
     return PricedOrder(layout, candidates, declined, chosen, exact, needed_s)
 
 
+@dataclass(eq=False)
 class RequestPricing:
     """Prices one request. Lives as long as its planning; remembers what it has priced."""
 
-    def __init__(
-        self,
-        request: PlanRequest,
-        chunks: tuple[ChunkRef, ...],
-        facts: PlanFacts,
-        permission: OrderPermission,
-    ) -> None:
-        """`chunks` are those of the request, each once. `permission` is AS_FOUND or FREE."""
-        self._request = request
-        self._permission = permission
-        self._chunks = chunks
-        self._facts = facts
-        parts = (*request.history, *chunks)
+    _request: PlanRequest
+    _chunks: tuple[ChunkRef, ...]  # of the request, each once
+    _facts: PlanFacts
+    _permission: OrderPermission  # AS_FOUND or FREE
+    _orders: dict[tuple[ChunkRef, ...], PricedOrder] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        request, facts = self._request, self._facts
+        parts = (*request.history, *self._chunks)
         tokens = facts.tree.root.num_tokens + sum([part.num_tokens for part in parts])
         self._full_s = facts.costs.full(tokens + request.question_tokens).seconds
-        self._orders: dict[tuple[ChunkRef, ...], PricedOrder] = {}
 
     def order(self, table: AccessTable, tail: bool) -> Ordering:
         """The order to answer in: never one that is priced above the given one."""

@@ -133,9 +133,6 @@ class TierLink:
             byte_s = (1 - GAIN) / self.bytes_per_s + GAIN * busy_s / size_bytes
             self.bytes_per_s = 1 / byte_s
 
-    def seconds(self, size_bytes: int) -> float:
-        return size_bytes / self.bytes_per_s
-
 
 @dataclass(slots=True)
 class Heard:

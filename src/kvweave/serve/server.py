@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
         done.set_result([held for held in given if held is not None])
 
     def _on_broken(self, why: str) -> None:
-        """Those who waited for the engine have heard: end. On the watch's thread."""
+        """End the server: those who waited for the engine have heard. On the watch's thread."""
         if self._loop is not None:
             with suppress(RuntimeError):  # closed meanwhile
                 self._loop.call_soon_threadsafe(self._give_up_broken)

@@ -122,11 +122,6 @@ LEAST_REPEATS = 4  # the same words so often, one behind the other, and
 LEAST_TOKENS = 96  # so many tokens in all make a loop
 
 
-def loop_tokens(period: int) -> int:
-    """Tokens that a run of this period has when it counts as a loop."""
-    return max(LEAST_REPEATS * period, LEAST_TOKENS)
-
-
 _PERIODS = np.arange(LONGEST_PERIOD, 0, -1)
 # matches in a row that a run has by then: its first period has nothing to match
 _ENOUGH = np.maximum(LEAST_REPEATS * _PERIODS, LEAST_TOKENS) - _PERIODS

@@ -238,7 +238,6 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text of a conversation, by the model's own template.
@@ -257,7 +256,7 @@ class Tokenizer:
             with LIMIT.within(RENDER_S):
                 return template.render(
                     messages=list(messages),
-                    add_generation_prompt=add_generation_prompt,
+                    add_generation_prompt=True,
                     bos_token=self.bos_token or "",
                     eos_token=self.eos_token or "",
                     **({"tools": list(tools)} if tools else {}),

@@ -85,7 +85,7 @@ def test_people_who_said_or_search_other_things_are_not_taken_for_each_other() -
     past = said("why?")
     assert chunks_of(talk_of(talks, past)) == [(A,)]
     assert chunks_of(talk_of(talks, past, tenant="u")) == [()]
-    assert chunks_of(talk_of(talks, past, scope="other")) == [()]
+    assert chunks_of(talk_of(talks.part("other"), past)) == [()]
     for question in (
         Question("?", recognise=True, k=2),
         Question("?", recognise=True, rewrite=True),

@@ -95,7 +95,7 @@ def test_a_search_that_a_prefill_slows_down_is_left_alone_and_tried_again_later(
     assert pace.is_worth(1, 8, 0.1)
     for _ in range(30):
         pace.note_search(0.66, EARLY, 8, guessed=True)
-    assert pace.slowdown > 2.0
+    assert pace._slowdown > 2.0
     assert not pace.is_worth(1, 8, 0.1)
     assert pace.search_s == pytest.approx(0.3)  # by itself it takes what it took
     assert searched(pace, 40, 0.3, EARLY).is_worth(1, 8, 0.1)

@@ -61,10 +61,10 @@ def test_what_is_deleted_is_not_kept_as_wanted(tmp_path: Path) -> None:
     demand = ChunkDemand(path)
     for found in ([a, b], [b], [c, b], [c]):
         demand.push(found)
-    assert demand.ranked() == [b, c, a]
+    assert demand.rank() == [b, c, a]
     demand.keep(lambda chunk_id: chunk_id != c)
     assert json.loads(path.read_text()) == [b, a]
-    assert ChunkDemand(path).ranked() == [b, a], "as before the restart"
+    assert ChunkDemand(path).rank() == [b, a], "as before the restart"
 
 
 def test_a_question_now_counts_more_than_all_before_the_restart(tmp_path: Path) -> None:
@@ -72,10 +72,10 @@ def test_a_question_now_counts_more_than_all_before_the_restart(tmp_path: Path) 
     path.write_text(json.dumps(["old", "older"]))
     demand = ChunkDemand(path)
     demand.push([ChunkId("new")])
-    assert demand.ranked() == ["new", "old", "older"]
+    assert demand.rank() == ["new", "old", "older"]
 
 
 def test_a_file_that_is_none_of_ours_is_no_order(tmp_path: Path) -> None:
     path = tmp_path / "demand.json"
     path.write_text("{not json")
-    assert ChunkDemand(path).ranked() == []
+    assert ChunkDemand(path).rank() == []

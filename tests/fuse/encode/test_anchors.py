@@ -89,7 +89,7 @@ def test_key_norm_anchors_are_the_lowest_norms_or_the_highest() -> None:
         kv.k[4 + layer] *= 0.01
         kv.k[12 + layer] *= 100
     low = choose_anchors(layers, knorm_scores(layers), 0.05).indices
-    high = choose_anchors(layers, knorm_scores(layers, sign=1), 0.05).indices
+    high = choose_anchors(layers, -knorm_scores(layers), 0.05).indices
     assert low.tolist() == [[4], [5], [6]]
     assert high.tolist() == [[12], [13], [14]]
 

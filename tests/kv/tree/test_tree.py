@@ -157,12 +157,6 @@ def test_a_second_request_for_the_same_new_path_keeps_its_own_pages() -> None:
     world.check()
 
 
-def test_a_path_is_kept_only_to_its_depth() -> None:
-    world = World(max_depth=2)
-    world.ask("a", "b", "c")
-    assert set(world.where()) == {("a",), ("a", "b")}
-
-
 def test_usage_outlives_eviction() -> None:
     """Pushed out once, a popular path comes back with its old count."""
     world = make_pair()
@@ -373,8 +367,6 @@ def test_several_preambles_share_a_budget_below_an_empty_root() -> None:
 def test_wrong_settings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="device_bytes"):
         TreeConfig(0, 10)
-    with pytest.raises(ConfigError, match="max_depth"):
-        TreeConfig(10, 10, max_depth=-1)
     with pytest.raises(ConfigError, match="a preamble of 40 bytes does not fit"):
         KnowledgeTree(TreeConfig(30, 0), TensorOwner(), cost_s, PREAMBLE, Pages(40, None))
     with pytest.raises(ConfigError, match="no policy 'best'"):

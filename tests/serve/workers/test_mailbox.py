@@ -11,6 +11,7 @@ from kvweave.serve.observe.prometheus import ServerMetrics
 from kvweave.serve.observe.tenant_series import TenantSeries
 from kvweave.serve.routes.chat import ChatFormat
 from kvweave.serve.routes.model_names import ModelRef
+from kvweave.serve.routes.reply import chunks_of
 from kvweave.serve.wire.chat import ChatRequest
 from kvweave.serve.workers.answer_pool import AnswerJob
 from kvweave.serve.workers.mailbox import Mailbox
@@ -42,7 +43,7 @@ def test_a_slow_reader_gets_one_chunk_for_many_pieces() -> None:
             job.mailbox.put(Piece(text))
         job.mailbox.end(ANSWER)
         request = ChatRequest.model_validate({"messages": user("hi")})
-        chunks = ChatFormat(ModelRef("m", "m"), request, kept.append).chunks([job])
+        chunks = chunks_of(ChatFormat(ModelRef("m", "m"), request, kept.append), [job])
         return [c["choices"][0]["delta"].get("content") async for c in chunks]
 
     kept: list[KeptAnswer] = []

@@ -22,6 +22,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
@@ -190,6 +191,7 @@ class Conversations:
         self._lock = threading.Lock()
         self._named: _TurnStore[_ConversationKey] = _TurnStore(max_conversations, max_tokens)
         self.recognised: _TurnStore[_ConversationKey] = _TurnStore(max_conversations, max_tokens)
+        self.scope = ""  # what was said in another one is unknown in this
 
     def __len__(self) -> int:
         return len(self._named)
@@ -201,7 +203,6 @@ class Conversations:
         past: Sequence[PastMessage],
         is_gone: IsGone = never_gone,
         most_tokens: int | None = None,
-        scope: str = "",
     ) -> Talk:
         """Recall the conversation whose messages so far are `past`. None has no name: nothing is
         remembered. Where the chunks of a named one have more than `most_tokens`, those of the
@@ -210,8 +211,8 @@ class Conversations:
         if not name:
             return Talk(tuple(past))
         if isinstance(name, SaidBefore):
-            return self._recognise(tenant, scope, name, past, is_gone, most_tokens)
-        key = _ConversationKey(tenant, scope, name)
+            return self._recognise(tenant, name, past, is_gone, most_tokens)
+        key = _ConversationKey(tenant, self.scope, name)
         with self._lock:
             known = self._named.get(key)
         turns = {place: turn.drop_deleted(is_gone) for place, turn in _align(known, past).items()}
@@ -219,9 +220,11 @@ class Conversations:
         kept = tuple(turns[place] for place in sorted(turns))
         return Talk(_with_chunks(past, turns), partial(self._add_named, key, kept))
 
-    def part(self, scope: str) -> "ConversationScope":
-        """Conversations of one knowledge base among many: those of others are unknown there."""
-        return ConversationScope(self, scope)
+    def part(self, scope: str) -> "Conversations":
+        """Conversations of one knowledge base among many, remembered with all others."""
+        part = copy(self)
+        part.scope = scope
+        return part
 
     def _add_named(
         self,
@@ -239,13 +242,12 @@ class Conversations:
     def _recognise(
         self,
         tenant: str,
-        scope: str,
         said: SaidBefore,
         past: Sequence[PastMessage],
         is_gone: IsGone,
         most_tokens: int | None,
     ) -> Talk:
-        key = partial(_ConversationKey, tenant, scope)
+        key = partial(_ConversationKey, tenant, self.scope)
         last = said.digests[-1]
 
         def add(is_plain: bool, question: str, chunks: Sequence[ChunkIds], as_of: int) -> None:
@@ -269,24 +271,6 @@ class Conversations:
         if not num_tokens or (most_tokens is not None and num_tokens > most_tokens):
             return plain
         return Talk(_with_chunks(past, turns), partial(add, False), plain)
-
-
-class ConversationScope(NamedTuple):
-    """Conversations within a scope, remembered with all others."""
-
-    whole: Conversations
-    scope: str
-
-    def talk(
-        self,
-        tenant: str,
-        name: str | SaidBefore | None,
-        past: Sequence[PastMessage],
-        is_gone: IsGone = never_gone,
-        most_tokens: int | None = None,
-    ) -> Talk:
-        """Recall a conversation of this scope, see `Conversations.talk`."""
-        return self.whole.talk(tenant, name, past, is_gone, most_tokens, self.scope)
 
 
 def digest_of(said: str) -> bytes:

@@ -304,11 +304,6 @@ class SearchPace:
         with self._lock:
             return self._stood[at] / self._seen[at]
 
-    @property
-    def slowdown(self) -> float:
-        """How much longer a search takes beside a prefill."""
-        return self._slowdown
-
     def note_search(
         self, seconds: float, lists: Sequence[object], num_stages: int, *, guessed: bool = False
     ) -> None:

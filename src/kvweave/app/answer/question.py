@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, get_args
 
 from kvweave.calibrate.gate import BOUND as BOUND
-from kvweave.config import LibrarySettings, QualitySettings, WeaveConfig, given, known_keys
+from kvweave.config import LibrarySettings, QualitySettings, WeaveConfig, given_values, known_keys
 from kvweave.config_keys import Key, Kind
 from kvweave.corpus.metadata import MetadataFilter
 from kvweave.corpus.search import Retrieval, SearchOptions
@@ -305,7 +305,7 @@ class QuestionDefaults:
 
     @classmethod
     def from_config(cls, config: WeaveConfig) -> "QuestionDefaults":
-        return cls(config.quality, config.library, given(config.sampling))
+        return cls(config.quality, config.library, given_values(config.sampling))
 
     def value(self, key: str) -> Any:
         """Return the value of a key by its dotted name, such as "library.k"."""

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_args
 
-from kvweave.app.answer.conversations import Conversations, ConversationScope
+from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.guessing import Paces
 from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.calibrate.profiles import Profile
-from kvweave.config import WeaveConfig, given
+from kvweave.config import WeaveConfig, given_values
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, unless_greedy
@@ -52,6 +52,9 @@ def at_once(search: Callable[[], T], /) -> T:
     return search()
 
 
+Fields = Mapping[str, Any] | None  # of `Sampling`, that are chosen
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """How answers are drawn where a request does not say it. Raises ModelCorrupt for a model whose
@@ -69,9 +72,7 @@ class SamplingDefaults:
         except RequestError as error:
             raise ModelCorrupt(f"{FILE} of the model: {error}; correct the file") from error
 
-    def sampling(
-        self, asked: Mapping[str, Any] | None = None, built_in: Mapping[str, Any] | None = None
-    ) -> Sampling:
+    def sampling(self, asked: Fields = None, built_in: Fields = None) -> Sampling:
         """With what a request `asked` for. `built_in` stands behind everything else, in front of
         the defaults of `Sampling`. Raises RequestError."""
         chosen = {**self.configured, **(asked or {})}
@@ -120,7 +121,7 @@ class AnswerSettings:
     audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
-    conversations: Conversations | ConversationScope = field(default_factory=Conversations)
+    conversations: Conversations = field(default_factory=Conversations)
     paces: Paces = field(default_factory=Paces)  # what speculation knows already; likewise
     uses: ChunkUses = field(default_factory=ChunkUses)  # which chunks were in prompts; likewise
 
@@ -130,7 +131,7 @@ class AnswerSettings:
         system, library = config.model.system, config.library
         return cls(
             SYSTEM if system is None else system,
-            speculation=SpeculationConfig(**given(config.speculation)),
+            speculation=SpeculationConfig(**given_values(config.speculation)),
             usual=QuestionDefaults.from_config(config),
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store

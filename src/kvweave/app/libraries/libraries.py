@@ -36,7 +36,7 @@ from kvweave.app.library.kv_progress import NEVER, KVProgress, KVState
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.config import ServerSettings
-from kvweave.corpus.catalogue import DocumentInfo, Totals
+from kvweave.corpus.catalogue import Totals
 from kvweave.corpus.disk_files import disk_trouble
 from kvweave.corpus.embedder import OLD_IDENTITY
 from kvweave.corpus.kb_folder import remove_folder
@@ -328,10 +328,6 @@ class Libraries:
                 options=IngestOptions(limits=self.config.parsing, metadata=metadata or {}),
                 only_new=True,
             )
-
-    def documents(self, tenant: str, name: str) -> list[DocumentInfo]:
-        with self.use(tenant, name) as weave:
-            return weave.kb.documents()
 
     @contextmanager
     def browse(self, tenant: str, name: str) -> Iterator[LibraryBrowser]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvweave.app.libraries.library_folders import NAME, NAMES
-from kvweave.corpus.disk_files import atomic_file, make_folder, sync
+from kvweave.corpus.disk_files import atomic_file, make_folder
 from kvweave.errors import CorpusError, RequestError
+from kvweave.paths import sync
 
 MOST = 200  # of one tenant
 MOST_BYTES = 1 << 20  # of one of them

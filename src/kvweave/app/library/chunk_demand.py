@@ -39,7 +39,7 @@ class ChunkDemand:
                 del self._newest_last[next(iter(self._newest_last))]
             self._is_kept = False
 
-    def ranked(self) -> list[ChunkId]:
+    def rank(self) -> list[ChunkId]:
         """Return the chunks that questions found: most often first, of the same count the last
         found first. What was kept from before stands behind."""
         with self._lock:
@@ -51,7 +51,7 @@ class ChunkDemand:
         if self._path is None or self._is_kept:
             return
         self._is_kept = True
-        kept = [chunk_id for chunk_id in self.ranked() if does_exist(chunk_id)]
+        kept = [chunk_id for chunk_id in self.rank() if does_exist(chunk_id)]
         try:
             with atomic_file(self._path) as file:
                 file.write(json.dumps(kept[:MOST_KEPT]).encode())

@@ -151,7 +151,7 @@ class DocumentMemory:
             while len(own) > MOST_CONTEXTS:
                 del own[next(iter(own))]
         client, promotion = self._runtime.client, self.promotion
-        return KVBehind(encoder, client, promotion, self.maker, is_own=False)
+        return KVBehind(encoder, client, promotion, self.maker)
 
     def _first_encoder(self) -> ChunkEncoder:
         with self._lock:
@@ -163,7 +163,7 @@ class DocumentMemory:
                 if settings.policy is not None:
                     cfg = replace(cfg, policy=settings.policy)
                 store = KVStore(cfg)
-                store.know_by(self._find_kept)
+                store.know_by(self._owed.without)  # what every shared tier is rid of
                 self._encoder = ChunkEncoder(
                     decoder,
                     store,
@@ -175,7 +175,3 @@ class DocumentMemory:
                     run_alone=self._runtime.client.run_alone,
                 )
             return self._encoder
-
-    def _find_kept(self, chunk_ids: Collection[str]) -> Collection[str]:
-        """The chunks among these that no shared tier has still to be rid of."""
-        return self._owed.without(chunk_ids)

@@ -18,6 +18,7 @@ it.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from kvweave.app.library.kv_maker import KVMaker, WantedKV
@@ -94,32 +95,19 @@ class ChunkPromotion:
         return len(ids) <= MOST_TOKENS and behind + len(ids) <= self._max_context
 
 
+@dataclass(eq=False)
 class KVBehind:
     """What a store has of chunks behind one preamble, and what makes more of it. Any thread."""
 
-    def __init__(
-        self,
-        encoder: ChunkEncoder,
-        client: EngineClient,
-        promotion: ChunkPromotion | None,
-        maker: KVMaker,
-        evidence: OwnEvidence | None = None,
-        *,
-        neighbours: NeighbourEncoder | None = None,
-        is_own: bool,
-    ) -> None:
-        """`promotion` stores chunks that come back; None: nothing does. `maker` hears what was
-        asked for. `evidence`: what fusing was found to cost on the documents. `neighbours` encodes
-        what stands behind some. `is_own`: the preamble that documents are ingested behind."""
-        self.encoder = encoder
-        self.evidence = evidence
-        self.is_own = is_own
-        self._client = client
-        self._promotion = promotion
-        self._maker = maker
-        self._neighbours = neighbours
-        self._adding = threading.Lock()  # what two requests lack is made once
-        self._preamble: Prefix | None = None
+    encoder: ChunkEncoder
+    _client: EngineClient
+    _promotion: ChunkPromotion | None  # stores chunks that come back; None: nothing does
+    _maker: KVMaker  # hears what was asked for
+    evidence: OwnEvidence | None = None  # what fusing was found to cost on the documents
+    neighbours: NeighbourEncoder | None = None  # encodes what stands behind some
+    is_own: bool = False  # the preamble that documents are ingested behind
+    _adding: threading.Lock = field(default_factory=threading.Lock)  # what two lack is made once
+    _preamble: Prefix | None = None
 
     @property
     def store(self) -> KVStore:
@@ -139,7 +127,7 @@ class KVBehind:
         beside it. Waits for the engine where there is something to make. `as_of` is when the
         chunks were found: nothing is kept of one that was deleted since."""
         parts = [Chunk(make_chunk_id(ids), "", "", ids) for ids in chunks]
-        encoder, neighbours = self.encoder, self._neighbours
+        encoder, neighbours = self.encoder, self.neighbours
         keys = [key(ids) for ids in chunks for key in (encoder.key, encoder.exact_key)]
         with self._adding:
             try:
@@ -190,10 +178,9 @@ class KVSource(Protocol):
 class KVByPreamble:
     """A bounded number of `KVBehind`, made as requests come. Any thread."""
 
-    def __init__(self, make: Callable[[PreambleKey], KVBehind], most: int = MOST_PREAMBLES) -> None:
+    def __init__(self, make: Callable[[PreambleKey], KVBehind]) -> None:
         """`make` is quick: it computes nothing."""
         self._make = make
-        self._most = most
         self._lock = threading.Lock()
         self._found: OrderedDict[PreambleKey, KVBehind] = OrderedDict()
 
@@ -202,7 +189,7 @@ class KVByPreamble:
             found = self._found.get(key)
             if found is None:
                 found = self._found[key] = self._make(key)
-                if len(self._found) > self._most:
+                if len(self._found) > MOST_PREAMBLES:
                     self._found.popitem(last=False)
             self._found.move_to_end(key)
             return found

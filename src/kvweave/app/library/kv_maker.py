@@ -202,7 +202,7 @@ class KVMaker:
             return is_done
         if not corpus.nothing_left():
             return False
-        return corpus.is_unused or corpus.fronts.nothing_left(self._demand.ranked())
+        return corpus.is_unused or corpus.fronts.nothing_left(self._demand.rank())
 
     def _work(self) -> None:
         corpus: CorpusKV | None = None  # as soon as it is prepared
@@ -212,7 +212,7 @@ class KVMaker:
                 assert self._corpus is not None, "there is one to prepare"
                 corpus = self._corpus if self._corpus.prepare() else None
                 if corpus is not None:
-                    corpus.plan_warming(self._demand.ranked())
+                    corpus.plan_warming(self._demand.rank())
                 prepare_s = time.monotonic() + PREPARE_S
             try:
                 did_something = self._make_one(corpus)
@@ -313,7 +313,8 @@ class KVMaker:
         if wanted.as_of is not None:
             encoder.store.flush()  # a deletion from now on finds it where it lies
         if self._was_deleted(wanted):  # meanwhile, before there was anything to delete
-            _delete(encoder, chunk)
+            ids = chunk.token_ids
+            encoder.store.delete([encoder.exact_key(ids), encoder.key(ids)])
         elif self._corpus is not None and encoder is self._corpus.encoder and wanted.in_front:
             self._corpus.fronts.add([chunk])  # so that it gives way like the others
 
@@ -340,7 +341,7 @@ class KVMaker:
         """Make the chunks of the knowledge base whose turn it is, in one pass. False: there are
         none, or another process writes."""
         corpus.look()  # whether it is used, too
-        run = corpus.next_run([*self._preferred, *self._demand.ranked()])
+        run = corpus.next_run([*self._preferred, *self._demand.rank()])
         if not run:
             return False
         error = self._make_run(corpus, run)
@@ -390,7 +391,7 @@ class KVMaker:
 
     def _make_front(self, corpus: CorpusKV) -> bool:
         """Make the front copy whose turn it is. False: there is none."""
-        chunk = corpus.fronts.next(self._demand.ranked())
+        chunk = corpus.fronts.next(self._demand.rank())
         if chunk is None:
             return False
 
@@ -423,7 +424,3 @@ class KVMaker:
                 note(chunk)
         self._unchecked.clear()
         return True
-
-
-def _delete(encoder: ChunkEncoder, chunk: Chunk) -> None:
-    encoder.store.delete([encoder.exact_key(chunk.token_ids), encoder.key(chunk.token_ids)])

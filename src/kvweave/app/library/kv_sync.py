@@ -131,7 +131,8 @@ class KVSync:
         num_deleted, is_flushed = 0, True
         pending = set(self._kb.catalogue.removals.pending_kv() or ())
         if self._table is not None:
-            gone = self._find_gone(self._table.mentioned_chunks()) | pending
+            mentioned = self._table.mentioned_chunks()
+            gone = mentioned - self._kb.catalogue.existing(mentioned) | pending
             users = self._table.users_of(gone)
             self._kept.owe(gone, users)
             self._table.drop(gone | users)
@@ -226,9 +227,6 @@ class KVSync:
         brought and was never ingested stays."""
         pending = self._kb.catalogue.removals.pending_kv()
         return [] if pending is None else self._kept.of_chunks(pending)
-
-    def _find_gone(self, chunk_ids: Collection[ChunkId]) -> set[ChunkId]:
-        return set(chunk_ids) - self._kb.catalogue.existing(chunk_ids)
 
     def _stray_keys(self) -> list[ChunkKey]:
         """Objects with text of chunks that are no more."""

@@ -27,13 +27,11 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.removals import RemovalReader
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import CorpusFull, KVWeaveError, RequestError
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.preparation import choose_preparation
 from kvweave.ingest.pipeline import ingest
 from kvweave.ingest.report import IngestReport, OnProgress
 from kvweave.ingest.sources import IngestOptions, Source
-from kvweave.kv.store import KVStore
 from kvweave.model.files.locate import locate
 from kvweave.plan.ordering import PROMOTION
 from kvweave.types import ChunkId
@@ -52,6 +50,15 @@ class OpeningOptions(TypedDict, total=False):
     new_embedder: str  # of one that is new
     open_embedder: OpenEmbedder  # lets several knowledge bases share one
     promotion: int  # requests that bring a chunk before its KV is stored; 0: never
+
+
+class IngestHow(TypedDict, total=False):
+    """What `Weave.ingest` is told besides the sources, for those who pass it on."""
+
+    chunk_kv: bool
+    progress: OnProgress | None
+    options: IngestOptions | None
+    only_new: bool
 
 
 def open_sentence_embedder(name: str, weights: EncoderWeights = "auto") -> Embedder:
@@ -84,6 +91,7 @@ class Library:
         background; `start` begins with that."""
         self.kb = kb
         self.kv = kv
+        self.store, self.encoder = kv.store, kv.encoder
         self._client = client
         self._is_settled = False
         self._is_emptied = False  # by `remove_all`, most often for good
@@ -170,14 +178,6 @@ class Library:
         if progress.state == "unused":
             raise RequestError(f"no chunk KV is made here: {progress.why}")
         self.maker.hurry()
-
-    @property
-    def store(self) -> KVStore:
-        return self.kv.store
-
-    @property
-    def encoder(self) -> ChunkEncoder:
-        return self.kv.encoder
 
     def settle(self) -> None:
         """Finish storing chunks, and forget what was removed elsewhere until now: chunk KV that was
@@ -272,7 +272,7 @@ class Library:
     def _behind_another(self, key: PreambleKey) -> KVBehind:
         encoder = self.encoder.behind(key.preamble)
         made_by = self.promotion, self.maker, self.kv.worth.evidence
-        return KVBehind(encoder, self._client, *made_by, is_own=False)
+        return KVBehind(encoder, self._client, *made_by)
 
     def _is_gone(self, chunk_id: ChunkId, as_of: int, tenant: str) -> bool:
         """Whether a chunk that was found in generation `as_of` was deleted since, here or by

@@ -89,14 +89,13 @@ class KVOptions:
     num_chunks: int = USUAL_CHUNKS  # that a question finds
 
     @classmethod
-    def from_config(cls, config: WeaveConfig, tenant_salt: str = "") -> "KVOptions":
+    def from_config(cls, config: WeaveConfig) -> "KVOptions":
         """What a configuration says."""
         library, system = config.library, config.model.system
         return cls(
             library.encoding,
             SYSTEM if system is None else system,
-            tenant_salt,
-            config.store,
+            store=config.store,
             num_chunks=library.k,
         )
 
@@ -122,31 +121,22 @@ class KVOptions:
         return config if store.policy is None else replace(config, policy=store.policy)
 
 
+@dataclass(eq=False)
 class LibraryKV:
-    """Store, encoder and neighbours of one knowledge base. `close` it, or use it with `with`."""
+    """Store, encoder and neighbours of one knowledge base. `close` it, or use it with `with`: that
+    closes the store and the table, not the knowledge base."""
 
-    def __init__(
-        self,
-        kb: KnowledgeBase,
-        store: KVStore,
-        encoder: ChunkEncoder,
-        table: NeighbourTable | None,
-        max_context: int,
-        worth: KVWorth,
-        background: BackgroundKV | None = None,
-    ) -> None:
-        """Closes the store and `table`, which the encoder was made with; not `kb`. `max_context` is
-        the model's. `worth`: what was measured of this KV. `background`: how what is missing is
-        made by itself."""
-        self._kb = kb
-        self.max_context = max_context
-        self.store = store
-        self.encoder = encoder
-        self.table = table
-        self.background = background
-        self.worth = worth
-        if barred := KVPlaces(kb.folder / KV_FOLDER).find_barred():
-            store.bar(barred)
+    _kb: KnowledgeBase
+    store: KVStore
+    encoder: ChunkEncoder
+    table: NeighbourTable | None  # that the encoder was made with
+    max_context: int  # of the model
+    worth: KVWorth  # what was measured of this KV
+    background: BackgroundKV | None = None  # how what is missing is made by itself
+
+    def __post_init__(self) -> None:
+        if barred := KVPlaces(self._kb.folder / KV_FOLDER).find_barred():
+            self.store.bar(barred)
         self._retries = Retries(self._tell_remotes)
         if self.sync().is_owing:
             self._retries.start()

@@ -47,7 +47,7 @@ class OwedRemovals:
             return {tenant: frozenset(owed) for tenant, owed in self._owed.items()}
 
     def without(self, chunk_ids: Collection[str]) -> set[str]:
-        """Those among these that no tenant owes. A copy that machines share is everybody's."""
+        """Return the chunks that no tenant owes. A copy that machines share is everybody's."""
         with self._lock:
             if self._overfull:
                 return set()

@@ -192,11 +192,6 @@ class EngineClient:
             self.heard.pop(catalogue, None)
             self._askers.pop(catalogue, None)
 
-    def known_catalogues(self) -> set[str]:
-        """Catalogues that something is remembered of."""
-        with self._lock:
-            return {*self.heard, *self._askers}
-
     def forget_catalogue(self, catalogue: str, chunk_ids: Collection[ChunkId] | None) -> None:
         """Forget chunks for all namespaces that this catalogue's chunks were in prompts of."""
         with self._lock:

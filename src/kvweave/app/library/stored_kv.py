@@ -67,14 +67,7 @@ class TierTarget:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-
-    @property
-    def place(self) -> str:
-        return self._tier.place
-
-    @property
-    def name(self) -> str:
-        return self._tier.name
+        self.place, self.name = tier.place, tier.name
 
     def remove(
         self, gone: Collection[ChunkId], behind: Collection[ChunkId], delete: Delete

@@ -55,10 +55,10 @@ def parse_in_child(
         ) from error
 
 
-def read_fields(data: bytes, limits: ParseLimits | None = None) -> dict[str, object]:
+def read_fields(data: bytes) -> dict[str, object]:
     """The fields of a JSON object by name, read in a child: a large one would hold up all threads.
     Of a value that is no text, the beginning of its JSON. Raises CorpusError."""
-    found = _pool().ask(FIELDS, data, limits or ParseLimits(), lambda: None)
+    found = _pool().ask(FIELDS, data, ParseLimits(), lambda: None)
     return {name: value if kind == "text" else json_value(value) for name, kind, value, _ in found}
 
 
@@ -173,8 +173,7 @@ class ParserChild:
 class ParserPool:
     """Children that wait for files. Any thread; each file has a child to itself."""
 
-    def __init__(self, most_idle: int = MOST_IDLE) -> None:
-        self._most_idle = most_idle
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[ParserChild] = []
 
@@ -233,7 +232,7 @@ class ParserPool:
     def _give_back(self, child: ParserChild) -> None:
         if child.is_alive:
             with self._lock:
-                if len(self._idle) < self._most_idle:
+                if len(self._idle) < MOST_IDLE:
                     self._idle.append(child)
                     return
         child.close()

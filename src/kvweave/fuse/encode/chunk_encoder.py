@@ -117,7 +117,7 @@ class ChunkEncoder:
         self._isolated = replace(context, variant=ISOLATED)
         filled = variant_name(filler_of(variant), self.texts.filler)
         self._filled = replace(context, variant=filled)
-        self._context = replace(context, variant=name)
+        self.context = replace(context, variant=name)  # what the KV of all its chunks depends on
         if variant.kind == "neighbours":  # what they bring is used with every pass, never served
             store.give_way(self._filled.context_id())
         self.run_alone = run_alone
@@ -142,11 +142,6 @@ class ChunkEncoder:
         )
 
     @property
-    def context(self) -> KeyContext:
-        """What the KV of all its chunks depends on."""
-        return self._context
-
-    @property
     def pass_rows(self) -> int:
         """How many rows of chunks are computed together, at most."""
         return CPU_PASS_ROWS if self.decoder.device.type == "cpu" else PASS_ROWS
@@ -154,7 +149,7 @@ class ChunkEncoder:
     @property
     def preamble_ids(self) -> tuple[int, ...]:
         """What stands in front of every chunk this encoder computes."""
-        return self._context.preamble_ids
+        return self.context.preamble_ids
 
     @property
     def preamble(self) -> Prefix:
@@ -174,7 +169,7 @@ class ChunkEncoder:
         """
         neighbours = self.neighbours(token_ids)
         if neighbours is None:
-            return make_chunk_key(self._context, token_ids)
+            return make_chunk_key(self.context, token_ids)
         return self.key_behind(token_ids, neighbours)
 
     def neighbours(self, token_ids: Sequence[int]) -> Sequence[ChunkId] | None:
@@ -188,7 +183,7 @@ class ChunkEncoder:
         """The name of its KV behind these neighbours."""
         if not neighbours:
             return self.exact_key(token_ids)
-        return make_chunk_key(self._context, token_ids, neighbours)
+        return make_chunk_key(self.context, token_ids, neighbours)
 
     def exact_key(self, token_ids: Sequence[int]) -> ChunkKey:
         """The name of its isolated KV, which is exact right behind the preamble."""
@@ -307,7 +302,7 @@ class ChunkEncoder:
 
     def plain_bytes(self, num_tokens: int) -> int:
         """What a chunk's KV takes with nothing beside the layers but the chunk's id."""
-        spec, context = self.decoder.spec, self._context
+        spec, context = self.decoder.spec, self.context
         shape = LayerShape(num_tokens, spec.num_kv_heads, spec.head_dim, context.dtype)
         layer_bytes = open_codec(context.codec).num_bytes(shape)
         beside = {CHUNK: 1}  # a page
@@ -384,7 +379,7 @@ class ChunkEncoder:
         self.store.metrics.count("kv_chunks_encoded_total")
         try:
             beside = {CHUNK: chunk.id.encode(), **extras}
-            packed = pack_chunk(key, layers, self._context.codec, beside)
+            packed = pack_chunk(key, layers, self.context.codec, beside)
         except ValueError as error:
             log.warning("chunk %s is not saved: %s", chunk.id, error)
             self.store.metrics.count("kv_saves_dropped_total", reason="not representable")

@@ -101,9 +101,9 @@ def sink_scores(layers: Sequence[LayerKV]) -> Tensor:
     return -torch.arange(num_tokens, dtype=torch.float32).expand(len(layers), -1)
 
 
-def knorm_scores(layers: Sequence[LayerKV], sign: int = -1) -> Tensor:
-    """[L, T]: mean key norm over heads; sign -1 prefers low norms, +1 high ones."""
-    return sign * torch.stack([kv.k.float().norm(dim=-1).mean(-1) for kv in layers])
+def knorm_scores(layers: Sequence[LayerKV]) -> Tensor:
+    """[L, T]: mean key norm over heads, negative: low norms come first."""
+    return -torch.stack([kv.k.float().norm(dim=-1).mean(-1) for kv in layers])
 
 
 @torch.inference_mode()

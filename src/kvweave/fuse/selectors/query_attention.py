@@ -25,7 +25,7 @@ from kvweave.fuse.request import State, bounds_of
 from kvweave.fuse.selector import Scene, ranked_positions, scores_of_hits
 from kvweave.fuse.selectors.views import AnchorView, FullView
 from kvweave.fuse.stitched import positions_of
-from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores, reduce
+from kvweave.kernels.column_scores import Normaliser, Reduce, layer_column_scores
 from kvweave.kernels.host import on_device
 from kvweave.kernels.rope import rotate
 
@@ -44,7 +44,6 @@ class QueryAttention:
     normaliser: Normaliser = "full"
     rows: Reduce = "sum"
     heads: Reduce = "sum"
-    over_layers: Reduce = "sum"
     # "encoding" scores keys where they were computed and the question from position 0 on, without
     # chat template: unphysical distances, but what FusionRAG's code does
     keys_at: Literal["request", "encoding"] = "request"
@@ -79,7 +78,7 @@ class QueryAttention:
 
     def scores(self, scene: Scene) -> Tensor:
         """Score of every hit, [H] float32."""
-        scores = reduce(self.layer_scores(scene), self.over_layers, dim=0)
+        scores = self.layer_scores(scene).sum(dim=0)
         if self.smooth > 1 and len(scores):
             scores = (scores + _best_around(scores, self.smooth)) / 2
         return scores / _cost(scene, self.late, scores.device) if self.late else scores

@@ -60,7 +60,7 @@ def all_codes(x, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constex
 
 @triton.jit
 def code_scales(both):
-    """Of keys and of values, from numbers that hold two halves."""
+    """The scales of keys and of values, from numbers that hold two halves."""
     of_keys = (both & 65535).to(tl.int16).to(tl.float16, bitcast=True)
     of_values = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return of_keys.to(tl.float32), of_values.to(tl.float32)
@@ -78,7 +78,7 @@ def _byte(d, D: tl.constexpr):
 
 @triton.jit
 def _scale_at(slot, head, HK: tl.constexpr, PAGE: tl.constexpr):
-    """Of a key; that of its value is the next."""
+    """Where the scale of a key lies; that of its value is the next."""
     return ((slot // PAGE * HK + head) * PAGE + slot % PAGE) * 2
 
 

@@ -61,7 +61,7 @@ def _look_at_codes(
     HK: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_look`, of codes: those of both halves of the channels share numbers."""
+    """Do what `_look` does, with codes: those of both halves of the channels share numbers."""
     c = tl.arange(0, BLOCK_H)
     j = tl.arange(0, BLOCK_N)
     DTYPE: tl.constexpr = q0.dtype

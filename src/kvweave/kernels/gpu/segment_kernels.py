@@ -93,7 +93,7 @@ def _by_row_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_row`, of a piece that has codes: the halves of a head's channels are apart."""
+    """Do what `_by_row` does with a piece of codes: the halves of a head's channels are apart."""
     head = unit % HK
     piece = pieces_ptr + unit // HK * 4
     b0, b1, cell = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
@@ -232,7 +232,7 @@ def _by_chunk_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PAGE: tl.constexpr,
     SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_chunk`, of codes; a block has 64 keys at most."""
+    """Do what `_by_chunk` does, with codes; a block has 64 keys at most."""
     at = tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     x = tl.arange(0, 2 * BLOCK_C)
@@ -333,8 +333,8 @@ def attend_code_cells(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_STAGES: tl.constexpr,
     PAGE: tl.constexpr, SHIFTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `attend_cells`, where chunks lie in 8 bits. There are as many walkers as may run at the
-    same time, and as many of these walk as have the same number of tiles."""
+    """Do what `attend_cells` does, where chunks lie in 8 bits. There are as many walkers as may run
+    at the same time, and as many of these walk as have the same number of tiles."""
     if tl.program_id(0) < num_walkers:
         num_units, walking = tl.load(counts_ptr + 1) * HK, tl.load(counts_ptr + 2)
         first = tl.where(tl.program_id(0) < walking, tl.program_id(0), num_units)

@@ -267,10 +267,6 @@ class Arena:
             self._holes.append((0, self.capacity_bytes))
         self._taken: dict[int, int] = {}  # start → size
 
-    @property
-    def used_bytes(self) -> int:
-        return sum(self._taken.values())
-
     def round(self, size_bytes: int) -> int:
         """What an object of this size really occupies."""
         return -(-size_bytes // self._align) * self._align

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvweave.errors import TierError
 from kvweave.kv.format.header import Buffer
+from kvweave.paths import sync
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ class DurableFiles:
             self._ensure_folder(final.parent)
             self._write_file(temporary, final, parts)
             if self._fsync:
-                _sync_folder(final.parent)
+                sync(final.parent)
         except OSError:
             with suppress(OSError):  # it may be the disk itself that is gone
                 temporary.unlink(missing_ok=True)
@@ -150,7 +151,7 @@ class DurableFiles:
         folder.mkdir(parents=True, exist_ok=True)
         if self._fsync:
             for each in made:
-                _sync_folder(each.parent)
+                sync(each.parent)
 
     def sync_names(self, folders: Iterable[Path]) -> None:
         """The names in these folders are on the medium, and the absence of others; a folder that
@@ -158,7 +159,7 @@ class DurableFiles:
         if self._fsync:
             for folder in folders:
                 with suppress(FileNotFoundError):
-                    _sync_folder(folder)
+                    sync(folder)
 
     def temporaries(self) -> list[Path]:
         """Files being written now, or left by a dead writer until the next sweep."""
@@ -198,7 +199,7 @@ class DurableFiles:
         self.make_folder(folder)
         if self._fsync:  # the process that made them may not have synced them yet
             for parent in folder.parents:
-                _sync_folder(parent)
+                sync(parent)
                 if parent == self._root:
                     break
         self._known_folders.add(folder)
@@ -230,11 +231,3 @@ def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
             done -= len(pending.pop(0))
         if done:
             pending[0] = pending[0][done:]
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -141,15 +141,9 @@ class PathMemory:
 class NodePricing:
     """On the engine thread. `cost_s(cached, new)` is the measured time of a prefill."""
 
-    def __init__(
-        self,
-        cost_s: Callable[[int, int], float],
-        memory: PathMemory,
-        max_depth: int | None,
-    ) -> None:
+    def __init__(self, cost_s: Callable[[int, int], float], memory: PathMemory) -> None:
         self._cost_s = cost_s
         self._memory = memory
-        self._max_depth = max_depth
         self._token_s = cost_s(0, _TOKENS) / _TOKENS  # plain GDSF prices by size alone: this each
 
     def change(self, cost_s: Callable[[int, int], float]) -> None:
@@ -167,18 +161,15 @@ class NodePricing:
         match: Node,
         num_cached: int,
         rest: Sequence[ChunkRef],
-        depth: int,
         num_question_tokens: int,
         now_s: float,
     ) -> list[Access]:
-        """Count one access of `rest`, chunks that are not in the tree: `depth` others stand before
-        them, up to `match`, `num_cached` tokens in all. Returns those accesses."""
+        """Count one access of `rest`, chunks that are not in the tree, behind `match` and the
+        `num_cached` tokens up to it. Returns those accesses."""
         num_new = sum(chunk.num_tokens for chunk in rest) + num_question_tokens
         if not rest or not num_new:
             return []
         cost_s = self._cost_s(num_cached, num_new)
-        if self._max_depth is not None:
-            rest = rest[: max(0, self._max_depth - depth)]
         key = match.key
         counted = []
         for chunk in rest:

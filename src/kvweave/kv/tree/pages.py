@@ -4,6 +4,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvweave.kv.policies import ItemUsage, Policy, RankHeap
@@ -119,6 +120,7 @@ def _first_of(node: Node) -> Node:
     return node
 
 
+@dataclass(eq=False)
 class NodePages:
     """The pages of one tree. Keeps the device part above the host part. Not thread-safe.
 
@@ -127,19 +129,13 @@ class NodePages:
     room the node goes for good, with everything below it.
     """
 
-    def __init__(
-        self,
-        budgets: dict[TreeTier, TreeBudget],
-        owner: PageOwner,
-        usage: Callable[[Node], ItemUsage],
-        memory: PathMemory,
-    ) -> None:
-        self.budgets = budgets
-        self.memory = memory
-        self.num_nodes = 0  # without the preamble
-        self._owner = owner
-        self._usage = usage
-        self._doomed: list[Node] = []  # tops of subtrees out of the tree that a lease still holds
+    budgets: dict[TreeTier, TreeBudget]
+    _owner: PageOwner
+    _usage: Callable[[Node], ItemUsage]
+    memory: PathMemory
+    num_nodes: int = 0  # without the preamble
+    # tops of subtrees out of the tree that a lease still holds
+    _doomed: list[Node] = field(default_factory=list)
 
     def give(self, node: Node, tier: TreeTier, pages: Pages) -> None:
         """Give a node a copy of its pages. Its room must have been made."""

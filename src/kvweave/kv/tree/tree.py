@@ -46,7 +46,6 @@ class TreeConfig:
     host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
     # lru, lfu, gdsf or pgdsf, or auto: that of the last two that would keep more of late
     policy: str = AUTO
-    max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
     remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
 
     def __post_init__(self) -> None:
@@ -55,8 +54,6 @@ class TreeConfig:
                 f"a tree needs device_bytes > 0 and host_bytes >= 0, "
                 f"got {self.device_bytes} and {self.host_bytes}"
             )
-        if self.max_depth is not None and self.max_depth < 0:
-            raise ConfigError(f"TreeConfig.max_depth must be None or >= 0, got {self.max_depth}")
         if self.remembered_paths < 0:
             raise ConfigError(
                 f"TreeConfig.remembered_paths must be >= 0, got {self.remembered_paths}"
@@ -68,7 +65,7 @@ class Extended(Enum):
 
     ADOPTED = "adopted"  # the tree owns them now
     PRESENT = "present"  # the path is there already; the caller keeps its pages
-    TOO_DEEP = "too deep"  # behind max_depth, or behind a part that the tree does not hold
+    TOO_DEEP = "too deep"  # behind a part that the tree does not hold
     NO_ROOM = "no room"  # leased nodes are in the way; the caller keeps its pages
 
 
@@ -135,7 +132,7 @@ class KnowledgeTree:
         self.config = config
         self._now_s = now_s
         memory = PathMemory(config.remembered_paths)
-        self._pricing = NodePricing(cost_s, memory, config.max_depth)
+        self._pricing = NodePricing(cost_s, memory)
         budgets = {
             tier: TreeBudget(tier, capacity_bytes, open_policy(first_policy(config.policy)))
             for tier, capacity_bytes in ((DEVICE, config.device_bytes), (HOST, config.host_bytes))
@@ -231,8 +228,6 @@ class KnowledgeTree:
         """
         parent = lease.nodes[-1] if lease.nodes else None
         if parent is None or self._pages.is_doomed(parent):
-            return Extended.TOO_DEEP
-        if self.config.max_depth is not None and parent.depth >= self.config.max_depth:
             return Extended.TOO_DEEP
         if parent.num_tokens and DEVICE not in parent.pages:
             return Extended.TOO_DEEP
@@ -366,10 +361,9 @@ class KnowledgeTree:
         for node in lease.nodes:
             node.usage.touch(now_s)
             accessed.append(Access(node.key, self._pages.rerank(node)))
-        found = len(lease.nodes) - 1
-        rest = chunks[found:]
+        rest = chunks[len(lease.nodes) - 1 :]
         top, cached = lease.nodes[-1], lease.num_tokens
-        accessed += self._pricing.count(top, cached, rest, found, question, now_s)
+        accessed += self._pricing.count(top, cached, rest, question, now_s)
         self._try_policies(accessed[1:])
 
     def _open_trial(self, num_tokens: int, num_bytes: int) -> None:

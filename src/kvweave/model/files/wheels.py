@@ -19,7 +19,8 @@ from typing import ClassVar, NamedTuple
 from kvweave.child_process import DOWNLOADS, make_child_environment
 from kvweave.errors import ModelCorrupt, ModelNotFound
 from kvweave.model.files.model_cache import PullStep
-from kvweave.model.files.sources import Workplace, check_sha256, largest_file, run_child, sha256_of
+from kvweave.model.files.sources import Workplace, check_sha256, largest_file, run_child
+from kvweave.paths import sha256_of
 
 _COPY_BYTES = 4 << 20
 

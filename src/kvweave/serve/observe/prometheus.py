@@ -1,6 +1,7 @@
 """What the server counts, for Prometheus: answers as they happen, and the state at a scrape."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -169,6 +170,7 @@ class _Page(NamedTuple):
         yield from self.state
 
 
+@dataclass(eq=False)
 class StateCollector:
     """Numbers that other objects keep, read at every scrape, on the event loop: nothing blocks.
 
@@ -176,15 +178,9 @@ class StateCollector:
     and what the host of the model counts, which knowledge bases by name share.
     """
 
-    def __init__(
-        self,
-        counts: Callable[[], PoolCounts],
-        libraries: Libraries,
-        host_samples: Callable[[], Iterable[Sample]],
-    ) -> None:
-        self._counts = counts
-        self._libraries = libraries
-        self._host_samples = host_samples
+    _counts: Callable[[], PoolCounts]
+    _libraries: Libraries
+    _host_samples: Callable[[], Iterable[Sample]]
 
     def collect(self, with_names: bool) -> Iterator[Metric]:
         counts = self._counts()

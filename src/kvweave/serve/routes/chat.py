@@ -18,7 +18,7 @@ from kvweave.errors import ConfigError, RequestError
 from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.context import Context
 from kvweave.serve.routes.model_names import ModelRef
-from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
+from kvweave.serve.routes.reply import Event, ReplyHead, batches, usage_of
 from kvweave.serve.routes.sampling import check_neutral, samplings, transfer_of
 from kvweave.serve.wire.base import MOST_CHUNKS
 from kvweave.serve.wire.chat import (
@@ -336,22 +336,15 @@ class ChatFormat:
             explain=explain_of(answers[0], jobs[0].queue_s) if wanted else None,
         )
 
-    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
-        """The answers' chunks as they come. Raises what a worker failed with."""
-        answers: dict[int, Answer] = {}
-        streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
-        async for chunk in interleave(streams):
-            yield chunk
+    def end_fields(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> Event:
         more: Event = {}
         if self._request.explain:
             more["explain"] = explain_of(answers[0], jobs[0].queue_s).model_dump()
         if self._request.with_usage:
-            done = [answers[index] for index in range(len(jobs))]
-            more["usage"] = usage_of(done[:1], done).model_dump()
-        if more:
-            yield self.head.last(more)
+            more["usage"] = usage_of(answers[:1], answers).model_dump()
+        return more
 
-    async def _choice(
+    async def choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         chunk, num_calls = self.head.chunk, 0

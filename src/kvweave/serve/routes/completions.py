@@ -6,7 +6,7 @@ from functools import partial
 from kvweave.app.weave import Answer, TokenLogprob
 from kvweave.serve.access.errors import ApiError
 from kvweave.serve.routes.context import Context
-from kvweave.serve.routes.reply import Event, ReplyHead, batches, interleave, usage_of
+from kvweave.serve.routes.reply import Event, ReplyHead, batches, usage_of
 from kvweave.serve.routes.sampling import (
     check_neutral,
     samplings,
@@ -78,21 +78,15 @@ class CompletionFormat:
             kv_transfer_params=self._transfer(answers),
         )
 
-    async def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
-        """The answers' chunks as they come. Raises what a worker failed with."""
-        answers: dict[int, Answer] = {}
-        streams = [self._choice(index, job, answers) for index, job in enumerate(jobs)]
-        async for chunk in interleave(streams):
-            yield chunk
-        done, more = [answers[index] for index in range(len(jobs))], {}
+    def end_fields(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> Event:
+        more: Event = {}
         if self._request.with_usage:
-            more["usage"] = usage_of(done[:: self._request.n], done).model_dump()
-        if (told := self._transfer(done)) is not None:
+            more["usage"] = usage_of(answers[:: self._request.n], answers).model_dump()
+        if (told := self._transfer(answers)) is not None:
             more["kv_transfer_params"] = told.model_dump()
-        if more:
-            yield self.head.last(more)
+        return more
 
-    async def _choice(
+    async def choice(
         self, index: int, job: AnswerJob, answers: dict[int, Answer]
     ) -> AsyncIterator[Event]:
         offset = 0

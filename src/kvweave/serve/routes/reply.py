@@ -30,7 +30,16 @@ class ReplyFormat(Protocol):
     @property
     def head(self) -> "ReplyHead": ...
     def whole(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> BaseModel: ...
-    def chunks(self, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]: ...
+
+    def choice(
+        self, index: int, job: AnswerJob, answers: dict[int, Answer]
+    ) -> AsyncIterator[Event]:
+        """The chunks of one choice, whose answer is in `answers` at their end."""
+        ...
+
+    def end_fields(self, answers: Sequence[Answer], jobs: Sequence[AnswerJob]) -> Event:
+        """What stands behind all choices of a stream; nothing: no chunk is sent for it."""
+        ...
 
 
 class ReplyHead:
@@ -111,7 +120,7 @@ async def reply(
         with while_connected(request.receive):  # until here an unsound prompt can still be a 400
             await _all([job.mailbox.wait_until_open() for job in jobs])
         state["stream"] = (form.head.id, form.head.created)  # for whoever goes on with it
-        chunks = _note_first(form.chunks(jobs), state, on_failure)
+        chunks = _note_first(chunks_of(form, jobs), state, on_failure)
         events = EventStream(as_events(chunks, HEARTBEAT_S, jobs[0].current_wait), close)
         handed_over = True
         return events
@@ -127,6 +136,16 @@ async def reply(
     finally:
         if not handed_over:
             close()
+
+
+async def chunks_of(form: ReplyFormat, jobs: Sequence[AnswerJob]) -> AsyncIterator[Event]:
+    """The answers' chunks as they come. Raises what a worker failed with."""
+    answers: dict[int, Answer] = {}
+    choices = [form.choice(index, job, answers) for index, job in enumerate(jobs)]
+    async for chunk in _interleave(choices):
+        yield chunk
+    if more := form.end_fields([answers[index] for index in range(len(jobs))], jobs):
+        yield form.head.last(more)
 
 
 async def _note_first(
@@ -179,7 +198,7 @@ async def batches(job: AnswerJob) -> AsyncIterator[PieceBatch]:
             yield batch
 
 
-async def interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
+async def _interleave(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[T]:
     """All items of all streams; within a stream in order. The first failure ends it."""
     if len(streams) == 1:
         async for item in streams[0]:
