@@ -72,7 +72,6 @@ class ServedRequest(Protocol):
     resumable: bool
 
 
-
 @dataclass(slots=True)
 class RequestPlan:
     """What was decided for a request that has spans."""
