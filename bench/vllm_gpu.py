@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--window", type=float, default=12.0, help="seconds of arrivals at a rate")
     parser.add_argument("--probes", type=int, default=5, help="rates that are tried")
     parser.add_argument("--load-sizes", default="8k")
-    parser.add_argument("--host-gib", type=int, default=16, help="host memory for chunk KV")
+    parser.add_argument("--host-gib", type=int, default=28, help="host memory for chunk KV")
     parser.add_argument("--memory", type=float, default=0.75, help="share of the GPU that vLLM has")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--quick", action="store_true", help="small everything, to try it out")
@@ -283,8 +283,10 @@ class System:
 
     def _alone(self, way: str, name: str) -> None:
         taken, told, took_s = [], {}, 0.0
-        count = self.args.count if way != "nothing" else self.args.count // 2
-        for number in range(-3, count):  # the first three compile what is left
+        warm, count = 3, self.args.count  # the first compile what is left
+        if way == "nothing":  # all of it is stored afterwards, and host memory has an end
+            warm, count = 1, max(2, count // 3)
+        for number in range(-warm, count):
             if taken and time.monotonic() > self.until_s:
                 break
             if way == "nothing":  # what was not stored is made in idle time, of which there is some
