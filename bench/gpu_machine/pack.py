@@ -6,6 +6,8 @@ PLACE is a folder on that machine, outside the tree. What is packed:
 
     base                   wheels for Python 3.12 on x86-64 Linux, and the embedder's, as one tar
     qwen2.5-coder-0.5b     the file that `kvweave models pull` would fetch; others by --models
+    vllm                   with --vllm: the newest vLLM for the PyTorch of that machine, lean: what
+                           text on a Hopper GPU imports (vllm.txt), for `bench/vllm_gpu.py`
 
 Each is cut into pieces, a folder each. CALLS.md, beside them, lists one call per piece: the folder
 to carry along and the command that puts it away. The tree brings `unpack.py` itself. The call that
@@ -20,7 +22,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from kvweave.paths import sha256_of
@@ -44,6 +48,14 @@ _THERE = {
 }
 _FOR_BENCHES = ("httpx", "httpcore", "certifi", "psutil")
 _FOR_TESTS = ("pytest", "pytest-timeout", "pluggy", "iniconfig", "hypothesis", "sortedcontainers")
+_PIN_LINE = re.compile(r"^[^\s#]+==[^\s#]+", re.MULTILINE)
+# of vLLM's wheel: FlashAttention 2 (a Hopper GPU has 3), experts, other GPUs, the server in Rust.
+# All of these are imported with a fallback, or where something else asks for them.
+_LEFT_OUT = (
+    *("*_vllm_fa2_C*", "*_moe_C*", "*_flashmla*", "*_qutlass_C*", "*/vllm-rs", "*_rust_*"),
+    *("vllm/third_party/deep_gemm/*", "vllm/third_party/fmha_sm100/*", "*/tml_fa4/*", "*.jpg"),
+    *("vllm/vllm_flash_attn/cute/*", "*/static/*"),
+)
 _PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", re.MULTILINE)
 
 
@@ -52,10 +64,13 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("carry"), help="folder that git ignores")
     parser.add_argument("--at", required=True, help="folder on the other machine")
     parser.add_argument("--models", nargs="*", default=["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+    parser.add_argument("--vllm", action="store_true", help="pack vLLM too")
     parser.add_argument("--files", type=Path, help="folder that keeps what was fetched before")
     args = parser.parse_args()
     kept = args.files or args.to / "fetched"
     wholes = [("base", _base(kept))]
+    if args.vllm:
+        wholes.append(("vllm", _vllm(kept)))
     wholes += [(name, _model_file(name, kept)) for name in args.models]
     lines = ["# Calls, one after the other", ""]
     for name, file in wholes:
@@ -100,6 +115,26 @@ def _base(kept: Path) -> Path:
     embedder = wheels / f"{EMBEDDER}.whole"
     shutil.copyfile(_model_file(EMBEDDER, kept), embedder)
     return _tar(kept / "base.tar", sorted(wheels.iterdir()))
+
+
+def _vllm(kept: Path) -> Path:
+    """vLLM without what a dense model on a Hopper GPU never loads, and what it imports."""
+    wheels = kept / "vllm"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    _download(_PIN_LINE.findall((Path(__file__).parent / "vllm.txt").read_text()), wheels)
+    (whole,) = wheels.glob("vllm-*.whl")
+    lean_wheel(whole, whole.with_suffix(".lean"), _LEFT_OUT)
+    whole.with_suffix(".lean").replace(whole)
+    return _tar(kept / "vllm.tar", sorted(wheels.iterdir()))
+
+
+def lean_wheel(wheel: Path, to: Path, left_out: Sequence[str]) -> None:
+    """Write a wheel again without the files that match one of some patterns."""
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as sink:
+        for member in source.infolist():
+            if not any(fnmatch(member.filename, pattern) for pattern in left_out):
+                sink.writestr(member, source.read(member))
 
 
 def _wanted() -> list[str]:

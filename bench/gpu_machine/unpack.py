@@ -3,8 +3,9 @@
     python3 bench/gpu_machine/unpack.py --at PLACE carry/base-01
     python3 bench/gpu_machine/unpack.py --at PLACE --check
 
-Below PLACE: `site` (wheels, unfolded), `home` (a KVWEAVE_HOME with the models), `pieces` and
-`env`, which a shell reads to use them. The last piece of something joins, checks and unfolds
+Below PLACE: `site` (wheels, unfolded), `vllm-site` (vLLM and what it wants, in front of the others
+in a shell that reads `vllm-env`), `home` (a KVWEAVE_HOME with the models), `pieces` and `env`,
+which a shell reads to use them. The last piece of something joins, checks and unfolds
 it; model files go where `kvweave models pull` looks for one that it has fetched. It needs nothing
 but the standard library; --check converts the models and imports what a server imports.
 """
@@ -24,6 +25,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 REPO = Path(__file__).resolve().parents[2]
+SITES = {"base": "site", "vllm": "vllm-site"}  # what is packed as wheels: where they are unfolded
+# what vLLM looks for below the name of the plug-in's distribution, as `pip install` writes it
+_PLUGIN = "[vllm.general_plugins]\nkvweave = kvweave.hosts.vllm.plugin:register\n"
 _CHECKED = ("fastapi", "uvicorn", "uvloop", "httptools", "pydantic", "pydantic_core", "starlette")
 _CHECKED += ("llguidance", "prometheus_client", "python_multipart", "redis", "yaml", "faiss")
 _CHECKED += ("openpyxl", "pypdf", "docx", "pptx", "selectolax", "jinja2", "click", "rich")
@@ -71,13 +75,14 @@ def keep(folder: Path, at: Path) -> None:
 
 
 def _unfold(name: str, whole: Path, at: Path) -> None:
-    if name == "base":
+    if name in SITES:
         with tarfile.open(whole) as archive:
-            archive.extractall(at / "wheels", filter="data")
-        for wheel in sorted((at / "wheels").glob("*.whl")):
-            unfold_wheel(wheel, at / "site")
-        for model in (at / "wheels").glob("*.whole"):
+            archive.extractall(at / name, filter="data")
+        for wheel in sorted((at / name).glob("*.whl")):
+            unfold_wheel(wheel, at / SITES[name])
+        for model in (at / name).glob("*.whole"):
             _place_model(model.stem, model, at)
+        shutil.rmtree(at / name)
     else:
         _place_model(name, whole, at)
 
@@ -122,7 +127,7 @@ def _environment(at: Path) -> dict[str, str]:
 
 def _variables(at: Path, repo: str) -> dict[str, str]:
     return {
-        "PYTHONPATH": f"{repo}/src:{at / 'site'}",
+        "PYTHONPATH": f"{repo}/src:{at / 'site'}:{at / SITES['vllm']}",
         "KVWEAVE_HOME": str(at / "home"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -133,6 +138,15 @@ def _write_env(at: Path) -> None:
     at.mkdir(parents=True, exist_ok=True)
     lines = [f"export {name}={value}" for name, value in _variables(at, "$PWD").items()]
     (at / "env").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if (vllm := at / SITES["vllm"]).is_dir():
+        plugin = vllm / "kvweave-0.dist-info"
+        plugin.mkdir(exist_ok=True)
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvweave\nVersion: 0\n")
+        (plugin / "entry_points.txt").write_text(_PLUGIN)
+        # FlashInfer is not packed; nothing can be reported from there
+        lines += [f"export PYTHONPATH=$PWD/src:{vllm}:{at / 'site'}"]
+        lines += ["export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1"]
+        (at / "vllm-env").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _check(at: Path) -> None:
@@ -141,6 +155,8 @@ def _check(at: Path) -> None:
     for whole in sorted(downloads.glob("*/*.whole")):
         command = [sys.executable, "-m", "kvweave", "models", "pull", whole.stem]
         subprocess.run(command, env=environment, check=True)
+    if not (at / SITES["base"]).is_dir():
+        return
     code = f"import importlib\nfor name in {_CHECKED!r}:\n    importlib.import_module(name)\n"
     code += "print('all of', len(" + repr(_CHECKED) + "), 'imported')"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -134,7 +134,6 @@ def test_a_close_call_is_left_to_vllm(worker: WorkerHalf, blocks: Blocks) -> Non
     worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e3))]))
     assert worker.take_report().fused == {"a": {"way": "exact", "why": Reason.CLOSE_CALL}}
     assert worker.take_failed_blocks() == set(TABLE)
-    assert all((cache == 7.0).all() for cache in blocks.caches), "nothing was written"
     worker.fill(StepOrders([replace(made, wish=replace(made.wish, close_call=1e-9))]))
     (told,) = worker.take_report().fused.values()
     assert told["reused"] > 0

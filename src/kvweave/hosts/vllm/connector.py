@@ -1,6 +1,7 @@
 """The class that vLLM loads: it speaks vLLM's language and hands everything to one of the halves.
 
-Written against the connector interface of vLLM 0.32 (`KVConnectorBase_V1`).
+Written against the connector interface of vLLM 0.26 to 0.32 (`KVConnectorBase_V1`): nothing is used
+here that one of them has not, or calls at another moment.
 """
 
 import logging
@@ -72,6 +73,7 @@ class KvweaveConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._held: dict[str, list[int]] = {}  # blocks by request: 0.26 tells what is new alone
         if role is KVConnectorRole.SCHEDULER:
             self._open_scheduler()
 
@@ -109,6 +111,7 @@ class KvweaveConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         is_idle = scheduler_output.total_num_scheduled_tokens == 0
+        self._note_blocks(scheduler_output)
         writes = self._writes(scheduler_output)
         return FusionOrders(self._half.take_orders(writes, is_idle))
 
@@ -137,18 +140,27 @@ class KvweaveConnector(KVConnectorBase_V1):
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.is_owed
 
+    def _note_blocks(self, scheduler_output: Any) -> None:
+        """Follow which blocks the requests hold that are scheduled."""
+        for new in scheduler_output.scheduled_new_reqs:
+            self._held[new.req_id] = list(new.block_ids[0])
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self._held[request_id] = []
+            self._held[request_id] += more[0] if more else []
+        for request_id in scheduler_output.finished_req_ids:
+            self._held.pop(request_id, None)
+
     def _writes(self, scheduler_output: Any) -> Iterator[tuple[str, list[int]]]:
         """By request, the blocks that the step's forward pass writes."""
-        state, size = scheduler_output.kv_connector_block_state, self._block_tokens
-        cached = scheduler_output.scheduled_cached_reqs
+        size, cached = self._block_tokens, scheduler_output.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduler_output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
-            held = state.get_block_ids(request_id)
-            if held is not None:
-                start = computed.get(request_id, 0)
-                yield request_id, held[0][start // size : -(-(start + count) // size)]
+            start = computed[request_id]
+            yield request_id, self._held[request_id][start // size : -(-(start + count) // size)]
 
     @property
     def _half(self) -> SchedulerHalf:
@@ -198,11 +210,14 @@ class KvweaveConnector(KVConnectorBase_V1):
         pass  # chunks are encoded by themselves
 
     def wait_for_save(self) -> None:
-        if self._worker is not None and self.has_connector_metadata():
-            self._worker.rest(self._orders())
+        pass  # 0.26 leaves it out in steps without a forward pass, which are those of the maker
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        report = self._worker.take_report() if self._worker is not None else None
+        if self._worker is None:
+            return None
+        if self.has_connector_metadata():
+            self._worker.rest(self._orders())
+        report = self._worker.take_report()
         return FusionReport(report) if report else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kvweave.kernels.host import on_device
 from kvweave.kv.format.codec import LayerKV
 
 BlockReader = Callable[[Tensor], LayerKV]  # [n, Hk, N, 2 D] → keys and values [n N, Hk, D]
@@ -96,7 +97,7 @@ class KVBlocks:
         size = self.block_tokens
         positions = torch.arange(start, end)
         blocks = torch.tensor(block_ids, dtype=torch.int64)[positions // size]
-        return (blocks * size + positions % size).to(self._caches[0].device)
+        return on_device(blocks * size + positions % size, self._caches[0].device)
 
     def read(self, block_ids: Sequence[int], num_tokens: int) -> list[LayerKV]:
         """Keys (rotated) and values of the first tokens of a sequence, layer by layer."""

@@ -71,8 +71,6 @@ class ServedRequest(Protocol):
     prompt_embeds: Any
     resumable: bool
 
-    def update_block_hashes(self) -> None: ...
-
 
 @dataclass(slots=True)
 class RequestPlan:

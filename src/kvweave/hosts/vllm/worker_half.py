@@ -127,8 +127,8 @@ class WorkerHalf:
         self._report.fused[order.request_id] = told
 
     def _fuse(self, order: FuseOrder) -> FuseRecord | None:
-        """Fill the blocks of a request. None: its first token was a close call, and nothing was
-        written."""
+        """Fill the blocks of a request. None: its first token was a close call, and they are to be
+        computed."""
         if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
             raise RuntimeError("it begins with blocks that were not filled in this step")
         ids, wish, spec = order.token_ids, order.wish, self._identity.spec
@@ -153,11 +153,12 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
-            made = stored.prefill(encoder.decoder, frame, OwnRoom(kv), wish.ratio)
+            ordered = stored.order(encoder.decoder, frame, OwnRoom(kv), wish.ratio)
+            self._write(order, kv)  # a GPU gets there behind the pass, which is waited for once
+            made = ordered.finish()
         record = made.record
         if wish.close_call and made.lead < wish.close_call:
             return None
-        self._write(order, kv)
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:
             if part.start in lost:
