@@ -55,7 +55,7 @@ sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with
 	$(BIN)/python .ci/sbom.py --out build/sbom.json
 
 results: $(VENV)/.dev  ## write docs/results.md and docs/coverage.md from bench/results
-	$(BIN)/python bench/report.py
+	$(BIN)/kvweave bench report
 
 # torch, and what it brings, stay out: their hashes are those of the index that an image is built with
 lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with hashes

@@ -7,8 +7,8 @@ Writes docs/results.md and docs/coverage.md from bench/results/*.json:
     python bench/report.py --ages      # how many commits changed what each run measured, then stops
 
 Figures are chosen in report_parts/shown.py, claims of papers in report_parts/papers.py. The pages
-depend on nothing but the results, those two tables and what git says of the age of results. Benches
-are in the repository and not in the wheel, so this is no `kvweave` command.
+depend on nothing but the results, those two tables and what git says of the age of results. `make
+results` runs this as `kvweave bench report`.
 """
 
 import argparse

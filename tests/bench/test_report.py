@@ -9,6 +9,7 @@ import pytest
 
 import report
 from common.files import REPO, RESULTS
+from kvweave.cli.bench import read_table
 from report_parts import coverage_page, history, results_page
 from report_parts.figures import Figure, Result, runs_of, show
 from report_parts.papers import NONE, PAPERS, Claim
@@ -34,7 +35,7 @@ def test_no_result_on_the_pages_is_older_than_its_code_without_saying_so() -> No
 def test_every_result_is_on_the_page_and_names_code_that_is_there() -> None:
     shown, kept = [result.file for result in SHOWN], [p.stem for p in RESULTS.glob("*.json")]
     assert sorted(shown) == sorted(kept), "each has an entry in bench/report_parts/shown.py"
-    assert set(results_page.table_of_benches()) == {result.file for result in SHOWN}
+    assert read_table().keys() == {result.file for result in SHOWN}
     for result in SHOWN:
         names = [figure.name for figure in result.figures]
         assert names, result.file
