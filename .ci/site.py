@@ -35,7 +35,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point every relative link at its place on the site."""
+    """Point every relative link at its place on the site. The changelog, which has a word of
+    everything, is found by its page and not by its words."""
+    if page.file.src_uri == "changelog.md":
+        page.meta["search"] = {"exclude": True}
     source = REPO / SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def on_the_site(found: re.Match[str]) -> str:

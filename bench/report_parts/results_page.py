@@ -91,6 +91,6 @@ def _section(result: Result, bench: Bench, older: Collection[RunKey]) -> str:
         lines.append(f"| {figure.says} | {text}{mark} | {when} |")
     if result.published:
         lines += ["", f"Published: {result.published}"]
-    if path.with_suffix(".svg").is_file():
-        lines += ["", f"![{question}](../bench/results/{path.stem}.svg)"]
+    for picture in bench.pictures:
+        lines += ["", f"![{question}](../bench/results/{picture})"]
     return "\n".join([*lines, ""])

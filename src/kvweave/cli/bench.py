@@ -26,6 +26,7 @@ class Bench(NamedTuple):
     commands: tuple[str, ...]  # bench/FILE.py with its arguments
     device: str
     last_run: str  # the day
+    pictures: tuple[str, ...]  # of its result
 
     @property
     def needs(self) -> dict[str, str]:
@@ -46,8 +47,9 @@ def read_table() -> dict[str, Bench]:
         if heading := re.fullmatch(r"\*\*(.+)\*\*", cells[0]):
             group = heading[1]
         commands = tuple(re.findall(r"`(bench/[^`]+)`", cells[1]))
+        pictures = tuple(re.findall(r"`([\w-]+\.svg)`", cells[2]))
         for name in re.findall(r"`([\w-]+)\.json`", cells[2]):
-            found[name] = Bench(name, group, cells[0], commands, *cells[3:])
+            found[name] = Bench(name, group, cells[0], commands, cells[3], cells[4], pictures)
     return found
 
 
