@@ -82,13 +82,15 @@ def shown_calls() -> Iterator[tuple[str, str, list[str]]]:
     for page in [*sorted((REPO / "docs").glob("*.md")), REPO / "README.md", BENCH / "README.md"]:
         for call in re.findall(r"(?<![\w/])bench/([\w/]+\.py(?: [^`\n|#]+)?)", page.read_text()):
             script, *words = call.split()
-            options = [word.partition("=")[0] for word in words if word.startswith("--")]
+            options = [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
             yield page.name, script, options
 
 
 def test_benches_take_the_options_that_pages_show() -> None:
     wrong, checked = [], 0
     for page, script, options in shown_calls():
+        if script.startswith("NAME"):  # any
+            continue
         assert (BENCH / script).is_file(), f"{page} shows {script}"
         asked = f"{script} --device cuda --help"
         if "--device" not in options or asked not in ASKED:
