@@ -119,7 +119,8 @@ def serving(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, int]]
     """The server's address, and its keeper's process."""
     command = [sys.executable, "-c", HOOKED, str(folder / "lost"), "serve", "--port"]
     command += [str(args.port), "--model", args.model, "--device", args.device]
-    paths = os.pathsep.join([str(REPO / "src"), str(REPO / "bench")])
+    # where this process finds what it imports: packages may lie in a folder of their own
+    paths = os.pathsep.join([str(REPO / "src"), str(REPO / "bench"), *sys.path[1:]])
     env = {**os.environ, "PYTHONPATH": paths, "KVWEAVE_CONFIG": os.devnull}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)

@@ -382,7 +382,7 @@ def test_the_only_values_there_are_are_those_of_the_parts() -> None:
         "library.retrieval": RETRIEVALS,
         "library.nothing_found": get_args(NothingMode),
         "engine.shared_codec": get_args(SharedCodec),
-        "engine.tree_policy": tuple(POLICIES),
+        "engine.tree_policy": ("auto", *POLICIES),
         "speculation.mode": get_args(SpeculationMode),
         "quality.order": tuple(OrderPermission),
         "server.log_format": get_args(Format),

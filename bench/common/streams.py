@@ -1,8 +1,9 @@
 """Streams of real requests for the benches: question → ordered chunks, with their token counts.
 
 Questions of MMLU and NQ-open, retrieved from a Wikipedia knowledge base with the real embedder and
-an exact (flat) index; conversations of MTRAG with the passages their own retriever returned. The
-embedding runs once (bench/cache, resumable after a kill); so does the retrieval.
+an exact (flat) index, or by BM25, which takes a minute where embedding takes ten. Conversations of
+MTRAG with the passages their own retriever returned. The embedding runs once (bench/cache,
+resumable after a kill); so does the retrieval.
 """
 
 import hashlib
@@ -14,13 +15,13 @@ import numpy as np
 
 from common.files import CACHE, read_jsonl
 from common.vector_cache import cached_vectors
+from common.word_lists import QUESTIONS, word_lists
 from kvweave.cli.knowledge_bases import find_embedder, find_tokenizer
 from kvweave.corpus.embedder import SentenceEmbedder
 from kvweave.kv.tree.node import ChunkRef
 from kvweave.types import ChunkId
 
 K = 20
-QUESTIONS = {"mmlu": "mmlu/mmlu.jsonl.gz", "nq_open": "nq_open/nq_open_questions.jsonl.gz"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +34,11 @@ class Ask:
 
 
 def question_stream(
-    data: Path, name: str, seed: int | None = 0, model: str = "smollm2"
+    data: Path, name: str, seed: int | None = 0, model: str = "smollm2", *, by_words: bool = False
 ) -> list[Ask]:
     """All questions of a set, each with its K nearest passages; shuffled, or, without a seed, in
     the order of the file."""
-    ids, sizes, question_sizes = _retrieved(data, name, model)
+    ids, sizes, question_sizes = _retrieved(data, name, model, by_words)
     chunks = {
         int(place): ChunkRef(ChunkId(f"{place:016x}"), int(size))
         for place, size in zip(ids.reshape(-1), sizes.reshape(-1), strict=True)
@@ -52,10 +53,10 @@ def question_stream(
     return [asks[place] for place in order]
 
 
-def subject_stream(data: Path) -> list[Ask]:
+def subject_stream(data: Path, *, by_words: bool = False) -> list[Ask]:
     """MMLU subject after subject: what is asked for drifts."""
     subjects = [record["subject"] for record in read_jsonl(data / QUESTIONS["mmlu"])]
-    asks = question_stream(data, "mmlu", seed=None)
+    asks = question_stream(data, "mmlu", seed=None, by_words=by_words)
     order = sorted(range(len(asks)), key=lambda place: (subjects[place], place))
     return [asks[place] for place in order]
 
@@ -88,20 +89,16 @@ def conversation_stream(data: Path, k: int = 5, model: str = "smollm2") -> list[
     ]
 
 
-def _retrieved(data: Path, name: str, model: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _retrieved(
+    data: Path, name: str, model: str, by_words: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Places [Q, K] of the nearest passages, their token counts [Q, K], those of questions [Q]."""
-    path = CACHE / "streams" / f"{name}-{model}.npz"
+    path = CACHE / "streams" / f"{name}-{model}{'-words' if by_words else ''}.npz"
     if not path.is_file():
-        embedder = find_embedder("minilm")
-        assert isinstance(embedder, SentenceEmbedder)
         passages = list(read_jsonl(data / "wiki_kb" / "passages.jsonl.gz"))
         texts = [f"{p['title']}\n{p['text'].strip()}" for p in passages]
         questions = [r["question"] for r in read_jsonl(data / QUESTIONS[name])]
-        index = cached_vectors("wiki_kb", embedder, texts, embedder.embed_passages)
-        queries = cached_vectors(name, embedder, questions, embedder.embed_queries)
-        ids = np.concatenate(
-            [_nearest(index, queries[start : start + 512]) for start in range(0, len(queries), 512)]
-        )
+        ids = word_lists(data, name, K)[0] if by_words else _by_vectors(name, texts, questions)
         tokenizer = find_tokenizer(model)
         size_of = {int(p): len(tokenizer.encode(texts[p])) for p in np.unique(ids)}
         sizes = np.vectorize(size_of.__getitem__)(ids)
@@ -110,6 +107,16 @@ def _retrieved(data: Path, name: str, model: str) -> tuple[np.ndarray, np.ndarra
         np.savez(path, ids=ids, sizes=sizes, question_sizes=question_sizes)
     saved = np.load(path)
     return saved["ids"], saved["sizes"], saved["question_sizes"]
+
+
+def _by_vectors(name: str, texts: list[str], questions: list[str]) -> np.ndarray:
+    embedder = find_embedder("minilm")
+    assert isinstance(embedder, SentenceEmbedder)
+    index = cached_vectors("wiki_kb", embedder, texts, embedder.embed_passages)
+    queries = cached_vectors(name, embedder, questions, embedder.embed_queries)
+    return np.concatenate(
+        [_nearest(index, queries[start : start + 512]) for start in range(0, len(queries), 512)]
+    )
 
 
 def _nearest(index: np.ndarray, queries: np.ndarray) -> np.ndarray:

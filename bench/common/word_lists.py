@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from common.files import CACHE, read_jsonl
-from common.streams import QUESTIONS
 
+QUESTIONS = {"mmlu": "mmlu/mmlu.jsonl.gz", "nq_open": "nq_open/nq_open_questions.jsonl.gz"}
 CORPUS = "wiki_kb/passages.jsonl.gz"
 
 

@@ -10,8 +10,8 @@ short ones.
 Nothing was tuned on what is scored: `weave` was tuned on the first 80 records of the multi-hop
 sets, packaged tables were made from HotpotQA's next 600, NQ's first 250, SQuAD's first 400 and the
 first 800 questions of its articles, and the prompts below were chosen among three on `tuning`
-records (Qwen2.5-Coder-0.5B in full, 11 of them: the others gave longer answers, of which more were
-sentences). Answers to the last two sets are sentences, to all others a few words.
+records (Qwen2.5-Coder-0.5B in full, 11 of them: too few to tell them apart by F1). Answers to the
+last two sets are sentences, to all others a few words.
 """
 
 import random

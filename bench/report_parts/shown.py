@@ -5,6 +5,8 @@ device. `measures` are git pathspecs: a result is older than its code when a com
 after the run. They name what a figure depends on, not everything that ran.
 """
 
+from functools import partial
+
 from report_parts.figures import Figure, Result, Run, listed, of_full, only, percent, pick, times
 
 
@@ -19,8 +21,12 @@ CPU = ("kernels", "!kernels/gpu", "model", "!model/files")  # what computes on a
 GPU = ("kernels", "!kernels/native", "model", "!model/files")  # … and on a GPU
 FUSED = ("fuse", "kv")
 ANSWERED = ("engine", "plan", "app/auto", "app/answer", "app/library")
+SHAPE = "random:llama-3.1-8b"
+SMALL = "qwen2.5-coder-0.5b"
 SETS = ("2wiki", "hotpot", "musique")
 PUBLISHED = ("cacheblend", "fusionrag", "qcfuse", "prophetkv")
+SCORED = (("cacheblend", "CacheBlend"), ("epic", "EPIC"), ("fusionrag", "FusionRAG"))
+WEAVE = "weave-through:0.15"
 WAYS = ("epic", "fusionrag", "qcfuse", "weave")
 POLICIES = ("gdsf", "lru", "lfu")
 STREAMS = ("mmlu", "nq_open", "mtrag")
@@ -30,6 +36,20 @@ def recovered(run: Run, strategy: str, encoding: str, ratio: float = 0.15) -> st
     """Per cent of plain reuse's KL gap, on 2Wiki / HotpotQA / MuSiQue."""
     wanted = {"strategy": strategy, "encoding": encoding, "ratio": ratio}
     return listed([f"{pick(run['cells'], set=s, **wanted)['recovered']:.0f}" for s in SETS]) + " %"
+
+
+def copied_over_plain(run: Run) -> str:
+    kinds = ("question", "long answer", "summary", "quote", "conversation")
+    return listed([times(run["models"][SMALL][f"{kind} x1"]["over_plain"]) for kind in kinds])
+
+
+def scored(run: Run, way: str, field: str) -> str:
+    """Points of F1 less than full prefill has with their 95 % interval, or another field."""
+    row = pick(run["rows"], set="all", way=way)
+    if field != "f1":
+        return f"{row[field]:.3f}"
+    mean, low, high = row["less"]["f1"]
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
 
 def plain_reuse(run: Run, field: str) -> str:
@@ -57,6 +77,11 @@ def flag_of(run: Run, wanted: str, value: str) -> str:
     return value
 
 
+COPIED = (
+    "tokens per second over plain decoding, one answer at a time: question / long answer / "
+    "summary / quote / conversation",
+    copied_over_plain,
+)
 SHOWN = (
     Result(
         "product-cpu",
@@ -138,22 +163,34 @@ SHOWN = (
                 "… prompts of 27,000 tokens",
                 lambda r: of_full(_shape(r)["20x1600"]["p50_over_full"]),
             ),
-        ),
-    ),
-    Result(
-        "copy_decode-cpu",
-        code(*CPU, "engine"),
-        (
             Figure(
-                "median",
-                "tokens per second over plain decoding, one answer at a time: question / long "
-                "answer / summary / quote / conversation",
+                "load",
+                "… requests per second of 6,900 tokens over full prefill's at equal p95, at least",
+                lambda r: times(r["models"][SHAPE]["load"]["over_full"]),
+            ),
+            Figure(
+                "small",
+                "Qwen2.5-Coder-0.5B in bfloat16, 5 chunks of 400 / 20 of 400 / 20 of 1,600 tokens, "
+                "its gate shut",
                 lambda r: listed(
                     [
-                        times(r["models"]["qwen2.5-coder-0.5b"][f"{kind} x1"]["over_plain"])
-                        for kind in ("question", "long answer", "summary", "quote", "conversation")
+                        of_full(r["models"][SMALL]["ttft"][name]["p50_over_full"])
+                        for name in ("5x400", "20x400", "20x1600")
                     ]
                 ),
+            ),
+        ),
+    ),
+    Result("copy_decode-cpu", code(*CPU, "engine"), (Figure("median", *COPIED),)),
+    Result(
+        "copy_decode-h200",
+        code(*GPU, "engine"),
+        (
+            Figure("median", *COPIED),
+            Figure(
+                "different",
+                "answers of 70 that differ; both in float32 and beside tests on the same GPU",
+                lambda r: str(r["different_answers"]),
             ),
         ),
     ),
@@ -459,6 +496,47 @@ SHOWN = (
         "full prefill of SmolLM2-135M on the same kinds of questions.",
     ),
     Result(
+        "quality_models-h200",
+        code("fuse", "calibrate", "!calibrate/packaged"),
+        (
+            Figure(
+                "full_f1",
+                "F1 of full prefill, Qwen2.5-Coder-0.5B in bfloat16, 290 questions of seven sets",
+                lambda r: f"{pick(r['rows'], set='all', way='full')['f1']:.1f}",
+            ),
+            Figure(
+                "served",
+                "points of F1 over full prefill's, with 95 % interval: what is served behind these "
+                "prompts",
+                lambda r: scored(r, "auto-half", "f1"),
+            ),
+            Figure(
+                "auto",
+                "… what is served behind the prompt that was measured (twice the bound)",
+                lambda r: scored(r, "auto", "f1"),
+            ),
+            Figure("weave", "… `weave-through` at 15 %", lambda r: scored(r, WEAVE, "f1")),
+            *(
+                Figure(name, f"… {says} at 15 %", partial(scored, way=f"{name}:0.15", field="f1"))
+                for name, says in SCORED
+            ),
+            Figure("reuse", "… stored KV as it is", lambda r: scored(r, "reuse", "f1")),
+            Figure(
+                "kl",
+                "KL of the two that are served, nats per token",
+                lambda r: listed([scored(r, "auto-half", "kl"), scored(r, "auto", "kl")]),
+            ),
+            Figure(
+                "kl_published",
+                "… of `weave-through` / CacheBlend / EPIC / FusionRAG at 15 %",
+                lambda r: listed(
+                    [scored(r, w, "kl") for w in (WEAVE, *(f"{n}:0.15" for n, _ in SCORED))]
+                ),
+            ),
+        ),
+        "The papers score models of 7B and more.",
+    ),
+    Result(
         "ladder-cpu",
         code("fuse", "calibrate", "!calibrate/packaged"),
         (
@@ -557,6 +635,16 @@ SHOWN = (
         "gpu_prefill-h200",
         code(*GPU),
         (
+            Figure(
+                "fixed",
+                "full prefill in one fixed order (`engine.exact`) over the usual: 8K / 32K",
+                lambda r: listed(
+                    [
+                        times(r[f"prefill_{n}"]["fixed_ms"] / r[f"prefill_{n}"]["kernels_ms"])
+                        for n in ("8k", "32k")
+                    ]
+                ),
+            ),
             Figure(
                 "over_plain",
                 "full prefill over plain PyTorch: 8K / 32K",
@@ -1065,7 +1153,7 @@ def _s(run: Run, field: str) -> str:
 
 
 def _shape(run: Run) -> Run:
-    found: Run = run["models"]["random:llama-3.1-8b"]["ttft"]
+    found: Run = run["models"][SHAPE]["ttft"]
     return found
 
 

@@ -182,7 +182,7 @@ class EngineSettings(ConfigSection):
     background_rows: Count | None = unset("what the device likes")  # of a step in idle time
     tree_share: Share | None = unset("0.5")  # of the pool, for exact KV that no request uses
     # what exact KV and shared chunk KV stay
-    tree_policy: Literal["lru", "lfu", "gdsf", "pgdsf"] | None = unset("pgdsf")
+    tree_policy: Literal["auto", "lru", "lfu", "gdsf", "pgdsf"] | None = unset("auto")
     host_tokens: Count0 | None = unset("four pools beside a GPU, else 0")  # of exact KV in host
     share_chunks: bool | None = unset("on a GPU")  # chunk KV once in the pool for all
     shared_codec: Literal["raw", "int8"] | None = unset("raw")  # how such chunk KV lies there

@@ -49,7 +49,8 @@ class EngineConfig:
     # of a step in idle time: an arrival waits for a layer of it, the fourth time for the whole
     background_rows: int | None = None
     tree_share: float = 0.5  # of the pool, for exact KV that no request is using
-    tree_policy: str = "pgdsf"  # what of it stays, and of shared chunks: lru, lfu, gdsf or pgdsf
+    # what of it stays, and of shared chunks: lru, lfu, gdsf or pgdsf; auto: what the tree finds
+    tree_policy: str = "auto"  # to keep more of late of the last two, and pgdsf for shared chunks
     host_tokens: int | None = None  # exact KV kept in host memory when it leaves the pool; None:
     # four times the pool beside a GPU, nothing on a CPU, where the pool is host memory already
     share_chunks: bool | None = None  # fused requests read chunk KV from pages that all of them

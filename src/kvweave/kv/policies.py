@@ -156,8 +156,13 @@ class PGDSF:
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}
 
 
+AUTO = "auto"  # PGDSF, unless its keeper tries others (kv/tree/policy_trial.py)
+
+
 def open_policy(name: str) -> Policy:
     """A fresh policy: each tier has its own, with its own clock."""
+    if name == AUTO:
+        return PGDSF()
     if name not in POLICIES:
         raise ConfigError(f"no policy {name!r}; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()
@@ -199,6 +204,14 @@ class RankHeap(Generic[K]):
 
     def rank(self, thing: K) -> float:
         return self._ranks[thing][0]
+
+    def pop_lowest(self) -> tuple[K, float]:
+        """Remove the thing of the lowest rank; returns it with its rank. There must be one."""
+        while self._is_stale(self._heap[0]):
+            heapq.heappop(self._heap)
+        rank, _, _, thing = heapq.heappop(self._heap)
+        del self._ranks[thing]
+        return thing, rank
 
     def lowest(self, may_leave: Callable[[K], bool]) -> Iterator[tuple[K, float]]:
         """Things that may leave, lowest rank first, with their ranks. Changes no rank.

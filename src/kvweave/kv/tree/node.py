@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from kvweave.kv.policies import ItemUsage, UsageRecord
+from kvweave.kv.tree.policy_trial import Access
 from kvweave.types import ChunkId
 
 
@@ -169,21 +170,25 @@ class NodePricing:
         depth: int,
         num_question_tokens: int,
         now_s: float,
-    ) -> None:
-        """One access of `rest`, chunks that are not in the tree: `depth` others stand before them,
-        up to `match`, `num_cached` tokens in all."""
+    ) -> list[Access]:
+        """Count one access of `rest`, chunks that are not in the tree: `depth` others stand before
+        them, up to `match`, `num_cached` tokens in all. Returns those accesses."""
         num_new = sum(chunk.num_tokens for chunk in rest) + num_question_tokens
         if not rest or not num_new:
-            return
+            return []
         cost_s = self._cost_s(num_cached, num_new)
         if self._max_depth is not None:
             rest = rest[: max(0, self._max_depth - depth)]
         key = match.key
+        counted = []
         for chunk in rest:
             key = path_key(key, chunk.id)
             record = self._memory.record(key, chunk.num_tokens)
             record.touch(now_s)
             record.record_computation(cost_s, num_new)
+            alone_s = chunk.num_tokens * self._token_s
+            counted.append(Access(key, record.snapshot()._replace(cost_s=alone_s)))
+        return counted
 
     def usage(self, node: Node) -> ItemUsage:
         """What the policy is told of a node, whoever brought it.

@@ -151,11 +151,12 @@ class NodePages:
             node.parent.device_children += 1
             self.budgets[DEVICE].place(node.parent)
 
-    def rerank(self, node: Node) -> None:
-        """Rank an accessed node anew in each tier, by the tier's own clock."""
+    def rerank(self, node: Node) -> ItemUsage:
+        """Rank an accessed node anew in each tier, by the tier's own clock; returns by what."""
         usage = self._usage(node)
         for tier in node.pages:
             self.budgets[tier].rerank(node, usage)
+        return usage
 
     def add(self, node: Node) -> None:
         """Hang a new node below its parent; give it pages next."""

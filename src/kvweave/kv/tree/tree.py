@@ -16,7 +16,7 @@ from enum import Enum
 from types import TracebackType
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies import UsageRecord, open_policy
+from kvweave.kv.policies import AUTO, UsageRecord, open_policy
 from kvweave.kv.tree.node import (
     DEVICE,
     HOST,
@@ -31,6 +31,7 @@ from kvweave.kv.tree.node import (
     path_key,
 )
 from kvweave.kv.tree.pages import NodePages, TreeBudget, TreeEviction, subtree
+from kvweave.kv.tree.policy_trial import Access, PolicyTrial
 from kvweave.types import ChunkId
 
 NO_PREAMBLE = ChunkRef(ChunkId(""), 0)
@@ -42,7 +43,8 @@ class TreeConfig:
 
     device_bytes: int
     host_bytes: int  # one to two orders of magnitude more than on the device pays best; 0: none
-    policy: str = "pgdsf"  # lru, lfu, gdsf or pgdsf; each tier has its own clock
+    # lru, lfu, gdsf or pgdsf, or auto: that of the last two that would keep more of late
+    policy: str = AUTO
     max_depth: int | None = None  # keep only the first so many chunks of a path; None: all
     remembered_paths: int = 1 << 16  # absent paths whose usage is remembered; 0: none
 
@@ -138,6 +140,7 @@ class KnowledgeTree:
             for tier, capacity_bytes in ((DEVICE, config.device_bytes), (HOST, config.host_bytes))
         }
         self._pages = NodePages(budgets, owner, self._pricing.usage, memory)
+        self._trial: PolicyTrial | None = None  # from the first pages on: they say what fits
         key = path_key(b"", preamble.id)
         usage = memory.take(key, preamble.num_tokens)
         length = preamble.num_tokens
@@ -247,6 +250,9 @@ class KnowledgeTree:
             node = Node(chunk.id, chunk.num_tokens, end, parent.depth + 1, key, parent, usage)
             self._pages.add(node)
         self._pages.give(node, DEVICE, pages)
+        if self._trial is None and self.config.policy == AUTO:
+            capacity_bytes = max(self.config.device_bytes, self.config.host_bytes)
+            self._trial = PolicyTrial(capacity_bytes * chunk.num_tokens / pages.size_bytes)
         lease.join(node)
         return Extended.ADOPTED
 
@@ -336,6 +342,11 @@ class KnowledgeTree:
         found = [gone for budget in self._pages.budgets.values() for gone in list(budget.evictions)]
         return sorted(found, key=lambda gone: gone.at_s)
 
+    @property
+    def policy(self) -> str:
+        """The name of the policy that it goes by now."""
+        return self.config.policy if self._trial is None else self._trial.best
+
     def clock(self, tier: TreeTier) -> float:
         """The logical clock of a tier's policy; 0 for policies that have none."""
         return self._pages.budgets[tier].policy.clock
@@ -346,12 +357,24 @@ class KnowledgeTree:
 
     def _count(self, chunks: Sequence[ChunkRef], lease: TreeLease, question: int) -> None:
         now_s = self._now_s()
+        accessed = []
         for node in lease.nodes:
             node.usage.touch(now_s)
-            self._pages.rerank(node)
+            accessed.append(Access(node.key, self._pages.rerank(node)))
         found = len(lease.nodes) - 1
         rest = chunks[found:]
-        self._pricing.count(lease.nodes[-1], lease.num_tokens, rest, found, question, now_s)
+        top, cached = lease.nodes[-1], lease.num_tokens
+        accessed += self._pricing.count(top, cached, rest, found, question, now_s)
+        self._try_policies(accessed[1:])
+
+    def _try_policies(self, accessed: Sequence[Access]) -> None:
+        """Go by the policy that would keep more, all nodes ranked anew when it is another one."""
+        if self._trial is None or not self._trial.record(accessed):
+            return
+        for budget in self._pages.budgets.values():
+            budget.policy = open_policy(self._trial.best)
+        for node in (self.root, *self):
+            self._pages.rerank(node)
 
 
 class TreeBehind:
