@@ -380,6 +380,7 @@ def test_a_close_call_is_computed_exactly_before_anything_is_handed_out(
         assert answer(ticket) == [choice.token_id for choice in exact]
         assert ticket.record is not None
         assert (ticket.record.strategy, ticket.record.counts["reused"]) == ("prefix", 0)
+        assert ticket.record.counts["exact"] == len(PREAMBLE), "what the first pass had in front"
         stats = engine.stats()
         assert (stats["fused_close_calls"], stats["requests_finished"]) == (1, 1)
         guess = engine.submit(unsure, held=True)

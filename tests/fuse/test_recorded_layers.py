@@ -176,6 +176,11 @@ def test_other_numbers_of_rows_are_recorded_before_they_come(
     recordings, num_layers = LayerRecordings(recorder), decoder.spec.num_layers
     assert not recordings.record_near(decoder), "nothing was asked for"
     begun(recordings, decoder, torch.zeros(300, decoder.spec.hidden_dim))
+    while recordings.record_ahead(decoder):
+        pass
+    while recordings.record_near(decoder) and recorder.recorded < num_layers + 1:
+        pass
+    assert not recordings.record_ahead(decoder), "what may come gives way to jobs"
     while recordings.record_ahead(decoder) or recordings.record_near(decoder):
         pass
     assert recordings.kept == dict.fromkeys((192, 256, 320, 384, 448), num_layers)

@@ -85,6 +85,8 @@ class TokenDrawer:
         """Forget what was computed of a fused prompt, and let it wait as one that is computed in
         full."""
         self._counts.add("fused_close_calls")
+        # what is exact in front of it is found again by the pass that comes now
+        self._counts.add("fused_offered", self._pages.offer(sequence))
         sequence.request = replace(sequence.request, fused=None)
         sequence.fuse_record = sequence.ticket.record = None
         self._scheduler.begin_again(sequence)

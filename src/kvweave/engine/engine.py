@@ -39,6 +39,7 @@ from kvweave.kernels.fixed_order import fix_order
 from kvweave.kernels.recording import count_refusals
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.tree import KnowledgeTree, TreeTier
+from kvweave.kv.tree.policy_trial import first_policy
 from kvweave.model.decoder import Decoder
 from kvweave.model.paged_kv import KVPool
 from kvweave.model.recorded_decode import open_recorded
@@ -86,7 +87,7 @@ class Engine:
                 self._allocator,
                 pool.chunk_page_tokens,
                 rounds=rounds,
-                policy=self.cfg.tree_policy,
+                policy=first_policy(self.cfg.tree_policy),
             )
         self._prefixes = ExactPrefixes(
             self.cfg, pool, self._allocator, cost_s, self._inbox.post, self._chunks

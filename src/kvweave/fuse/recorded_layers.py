@@ -186,7 +186,8 @@ class LayerRecordings:
     def record_ahead(self, decoder: FusionDecoder) -> bool:
         """Record one step more of numbers of rows that were computed before, while no pass is under
         way. False: there is none, or it cannot be."""
-        return self._record_missing(decoder, reversed(self._sizes.values()))
+        used = [size for size in reversed(self._sizes.values()) if size.uses]
+        return self._record_missing(decoder, used)
 
     def record_near(self, decoder: FusionDecoder) -> bool:
         """The same of numbers of rows near the latest: prompts about as long will have them."""

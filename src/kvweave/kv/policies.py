@@ -156,13 +156,8 @@ class PGDSF:
 POLICIES: dict[str, Callable[[], Policy]] = {"lru": LRU, "lfu": LFU, "gdsf": GDSF, "pgdsf": PGDSF}
 
 
-AUTO = "auto"  # PGDSF, unless its keeper tries others (kv/tree/policy_trial.py)
-
-
 def open_policy(name: str) -> Policy:
     """A fresh policy: each tier has its own, with its own clock."""
-    if name == AUTO:
-        return PGDSF()
     if name not in POLICIES:
         raise ConfigError(f"no policy {name!r}; known: {', '.join(sorted(POLICIES))}")
     return POLICIES[name]()

@@ -1,6 +1,7 @@
 """Tokens of an answer that somebody watches."""
 
 import threading
+from threading import get_ident
 
 import pytest
 
@@ -38,6 +39,29 @@ def test_one_that_waits_when_all_is_closed_waits_for_nothing(
     busy.join(30)
     with pytest.raises(EngineClosed):
         next(stream)
+
+
+def test_listeners_hear_behind_the_first_token_on_the_thread_that_reads(
+    model: tuple[Decoder, Tokenizer],
+) -> None:
+    """Whoever gives it up is an event loop, which must not wait for what they do."""
+    heard: list[int] = []
+    client = EngineClient(model[0], SMALL)
+    try:
+        stream = TokenStream(client, plain([1, 2, 3]), (lambda _: heard.append(get_ident()),))
+        next(stream)
+        assert heard == [], "the reader has its token first"
+        other = threading.Thread(target=stream.close)
+        other.start()
+        other.join(30)
+        assert heard == []
+        with pytest.raises(StopIteration):
+            next(stream)
+        assert heard == [get_ident()], "also where another has given it up"
+        stream.close()
+        assert len(heard) == 1
+    finally:
+        client.close()
 
 
 def is_closed(client: EngineClient) -> bool:

@@ -58,6 +58,17 @@ def test_it_turns_back_when_the_stream_does() -> None:
     assert world.tree.policy == PGDSF
 
 
+def test_what_a_leaf_is_worth_keeps_its_scale() -> None:
+    """Shared chunks in the same pool are ranked by the policy that the tree began with."""
+    _, remembering = ask_all(drifting(), PGDSF)
+    _, world = ask_all(drifting(), "auto")
+    ranks = remembering.tree.lowest_rank(), world.tree.lowest_rank()
+    assert world.tree.policy == GDSF
+    assert ranks[0] is not None
+    assert ranks[1] is not None
+    assert abs(ranks[0] - ranks[1]) < 4.0, "both are logarithms of seconds per token"
+
+
 def test_nothing_is_decided_by_a_few_accesses() -> None:
     _, world = ask_all(iter("abcabc"), "auto")
     assert world.tree.policy == PGDSF

@@ -64,7 +64,7 @@ class TokenStream(Iterator[Choice]):
         self._listeners = listeners
         self._counted = client.answers.one()
         self._begun = False  # its first token is there
-        self._lock = threading.Lock()  # guards the listeners and the next two
+        self._lock = threading.Lock()  # guards the next two
         self._ticket: Ticket | None = None
         self._closed = False
         if is_held:
@@ -82,17 +82,17 @@ class TokenStream(Iterator[Choice]):
 
     def __next__(self) -> Choice:
         ticket = self.begin()
+        self._tell()
         if ticket is None:
             raise StopIteration
         try:
-            if self._begun:
-                self._tell(ticket)
             choice = next(ticket)
             self._counted.begin_telling()
             self._begun = True
             return choice
-        except BaseException:  # it is over, or one that heard of it failed
+        except BaseException:  # it is over
             self.close()
+            self._tell()
             raise
 
     def close(self) -> None:
@@ -105,14 +105,15 @@ class TokenStream(Iterator[Choice]):
         if ticket is not None:
             ticket.cancel()
             self._counted.__exit__(None, None, None)
-            if self._begun:
-                self._tell(ticket)
 
-    def _tell(self, ticket: Ticket) -> None:
-        with self._lock:
+    def _tell(self) -> None:
+        """Have the listeners hear of a first token that was handed out, once. On the thread that
+        reads: whoever closes must not wait for them."""
+        ticket = self._ticket
+        if self._begun and ticket is not None:
             listeners, self._listeners = self._listeners, ()
-        for hear in listeners:
-            hear(ticket)
+            for hear in listeners:
+                hear(ticket)
 
     def current_wait(self) -> AnswerWait | None:
         """What its first token waits for; None: for nothing any more. Any thread."""

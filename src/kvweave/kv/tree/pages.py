@@ -179,10 +179,9 @@ class NodePages:
                 self.drop(node)
         return True
 
-    def lowest_device_rank(self) -> float | None:
-        """The rank of the leaf that would leave the device first; None: there is none."""
-        leaf = self.budgets[DEVICE].lowest(_is_unpinned)
-        return None if leaf is None else leaf.ranks[DEVICE]
+    def lowest_device_leaf(self) -> Node | None:
+        """The leaf that would leave the device first; None: there is none."""
+        return self.budgets[DEVICE].lowest(_is_unpinned)
 
     def swap_out(self, node: Node) -> bool:
         """Copy a device node to host, pushing out what host ranks lowest. False: no room, or room

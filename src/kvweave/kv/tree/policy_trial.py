@@ -10,12 +10,18 @@ from typing import NamedTuple
 
 from kvweave.kv.policies import ItemUsage, RankHeap, open_policy
 
+AUTO = "auto"  # the name of going by the better one
 TRIED = ("pgdsf", "gdsf")  # the first one until another is surely ahead
 SAMPLED = 4  # one path in so many is tried, in a cache so much smaller
 LARGE = 1 << 17  # tokens; in a smaller cache every path is tried, or a few would decide
 MEMORY = 0.999  # share of what was seen that is left one tried access later
 SURE = 3.0  # standard deviations by which one is ahead
 LEAST_SEEN = 5.0  # accesses that only one of them would have had
+
+
+def first_policy(name: str) -> str:
+    """The policy to begin with, for one that was named or is to be found out."""
+    return TRIED[0] if name == AUTO else name
 
 
 class Access(NamedTuple):

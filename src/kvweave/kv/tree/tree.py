@@ -16,7 +16,7 @@ from enum import Enum
 from types import TracebackType
 
 from kvweave.errors import ConfigError
-from kvweave.kv.policies import AUTO, UsageRecord, open_policy
+from kvweave.kv.policies import UsageRecord, open_policy
 from kvweave.kv.tree.node import (
     DEVICE,
     HOST,
@@ -31,9 +31,10 @@ from kvweave.kv.tree.node import (
     path_key,
 )
 from kvweave.kv.tree.pages import NodePages, TreeBudget, TreeEviction, subtree
-from kvweave.kv.tree.policy_trial import Access, PolicyTrial
+from kvweave.kv.tree.policy_trial import AUTO, Access, PolicyTrial, first_policy
 from kvweave.types import ChunkId
 
+TYPICAL_PARTS = 32  # that were taken in before it is known how many tokens fit
 NO_PREAMBLE = ChunkRef(ChunkId(""), 0)
 
 
@@ -136,11 +137,12 @@ class KnowledgeTree:
         memory = PathMemory(config.remembered_paths)
         self._pricing = NodePricing(cost_s, memory, config.max_depth)
         budgets = {
-            tier: TreeBudget(tier, capacity_bytes, open_policy(config.policy))
+            tier: TreeBudget(tier, capacity_bytes, open_policy(first_policy(config.policy)))
             for tier, capacity_bytes in ((DEVICE, config.device_bytes), (HOST, config.host_bytes))
         }
         self._pages = NodePages(budgets, owner, self._pricing.usage, memory)
-        self._trial: PolicyTrial | None = None  # from the first pages on: they say what fits
+        self._trial: PolicyTrial | None = None  # once it is known how many tokens fit
+        self._taken_in: list[tuple[int, int]] = []  # tokens and bytes of parts, until then
         key = path_key(b"", preamble.id)
         usage = memory.take(key, preamble.num_tokens)
         length = preamble.num_tokens
@@ -251,8 +253,7 @@ class KnowledgeTree:
             self._pages.add(node)
         self._pages.give(node, DEVICE, pages)
         if self._trial is None and self.config.policy == AUTO:
-            capacity_bytes = max(self.config.device_bytes, self.config.host_bytes)
-            self._trial = PolicyTrial(capacity_bytes * chunk.num_tokens / pages.size_bytes)
+            self._open_trial(chunk.num_tokens, pages.size_bytes)
         lease.join(node)
         return Extended.ADOPTED
 
@@ -262,8 +263,12 @@ class KnowledgeTree:
         return self._pages.make_device_room(self._pages.budgets[DEVICE].free_bytes + 1)
 
     def lowest_rank(self) -> float | None:
-        """What the leaf that would leave the device next is worth; None: none may leave."""
-        return self._pages.lowest_device_rank()
+        """What the leaf that would leave the device next is worth, by the policy that the tree was
+        told or began with: others rank by that, too. None: none may leave."""
+        leaf = self._pages.lowest_device_leaf()
+        if leaf is None or self.config.policy != AUTO:
+            return None if leaf is None else leaf.ranks[DEVICE]
+        return open_policy(first_policy(AUTO)).rank(self._pricing.usage(leaf))
 
     def holders(self) -> Iterator[Node]:
         """Every node that has device pages, those that only a lease still holds included."""
@@ -345,7 +350,7 @@ class KnowledgeTree:
     @property
     def policy(self) -> str:
         """The name of the policy that it goes by now."""
-        return self.config.policy if self._trial is None else self._trial.best
+        return first_policy(self.config.policy) if self._trial is None else self._trial.best
 
     def clock(self, tier: TreeTier) -> float:
         """The logical clock of a tier's policy; 0 for policies that have none."""
@@ -366,6 +371,15 @@ class KnowledgeTree:
         top, cached = lease.nodes[-1], lease.num_tokens
         accessed += self._pricing.count(top, cached, rest, found, question, now_s)
         self._try_policies(accessed[1:])
+
+    def _open_trial(self, num_tokens: int, num_bytes: int) -> None:
+        """Count a part that was taken in; open the trial when enough were to say what fits: parts
+        of a few tokens take whole pages as well."""
+        self._taken_in.append((num_tokens, num_bytes))
+        if len(self._taken_in) == TYPICAL_PARTS:
+            tokens, size_bytes = map(sum, zip(*self._taken_in, strict=True))
+            capacity_bytes = max(self.config.device_bytes, self.config.host_bytes)
+            self._trial = PolicyTrial(capacity_bytes * tokens / size_bytes)
 
     def _try_policies(self, accessed: Sequence[Access]) -> None:
         """Go by the policy that would keep more, all nodes ranked anew when it is another one."""
