@@ -8,6 +8,7 @@ LLAMACPP := .venv-llamacpp
 CLIENTS := .venv-clients
 WEBUI := .venv-openwebui
 TRITON := .venv-triton
+SITE := .venv-site
 # modules are compiled when they are first imported: most of what torch brings never is
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # which needs what is compiled to be kept: else every process that the tests start does it again
@@ -15,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom results lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom site results lock check fix models vllm llamacpp clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -54,8 +55,14 @@ fuzz: $(VENV)/.dev  ## feed foreign bytes to whatever reads them (MINUTES=60); w
 sbom: $(VENV)/.serve  ## write build/sbom.json: what is installed to serve, with versions and licences (CycloneDX)
 	$(BIN)/python .ci/sbom.py --out build/sbom.json
 
+# the server sends the copy in the package, which a wheel takes along
+SENT := src/kvweave/serve/ui/site
+site: $(SITE)/.site  ## build the documentation in build/site, readable offline; `kvweave serve` has it at /docs/
+	@NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+	@rm -rf $(SENT) && cp -r build/site $(SENT)
+
 results: $(VENV)/.dev  ## write docs/results.md and docs/coverage.md from bench/results
-	$(BIN)/python bench/report.py
+	$(BIN)/kvweave bench report
 
 # torch, and what it brings, stay out: their hashes are those of the index that an image is built with
 lock: $(VENV)/.dev  ## make requirements.lock anew: the image's packages with hashes
@@ -93,7 +100,7 @@ vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build and kvweave i
 llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
 
 clean:  ## remove the virtual environments and caches (not the models)
-	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) $(WEBUI) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) $(WEBUI) $(TRITON) $(SITE) $(SENT) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -156,6 +163,12 @@ $(WEBUI)/.webui: Makefile constraints.txt
 	@grep '^torch==' constraints.txt > $(WEBUI)/torch.txt
 	@$(WEBUI)/bin/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch numpy
 	@$(WEBUI)/bin/pip install --quiet --disable-pip-version-check --no-compile -c $(WEBUI)/torch.txt open-webui==0.12.4
+	@touch $@
+
+$(SITE)/.site: Makefile constraints.txt
+	@echo "setting up $(SITE) (once, a minute)"
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@$(SITE)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
 	@touch $@
 
 # wheels for x86-64 and aarch64; llama-cpp-python has none on the package index

@@ -1,14 +1,15 @@
 """What did every bench find, and what of it is older than the code it measures?
 
-Writes docs/results.md and docs/coverage.md from bench/results/*.json:
+Writes docs/results.md with its pictures, and docs/coverage.md, from bench/results/*.json:
 
     python bench/report.py
     python bench/report.py --check     # writes nothing; exit code 1 where a page is not up to date
     python bench/report.py --ages      # how many commits changed what each run measured, then stops
 
-Figures are chosen in report_parts/shown.py, claims of papers in report_parts/papers.py. The pages
-depend on nothing but the results, those two tables and what git says of the age of results. Benches
-are in the repository and not in the wheel, so this is no `kvweave` command.
+Figures are chosen in report_parts/shown.py, claims of papers in report_parts/papers.py, pictures in
+report_parts/plots.py. The pages
+depend on nothing but the results, those two tables and what git says of the age of results. `make
+results` runs this as `kvweave bench report`.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 
 from report_parts import coverage_page, results_page
 from report_parts.history import num_changes, why_unknown
+from report_parts.plots import write_pictures
 from report_parts.results_page import RunKey, key_of, marked_in, runs_on_the_page
 
 
@@ -54,7 +56,7 @@ def main() -> int:
         older = marked_in(results_page.PAGE.read_text())
     else:
         older = older_runs()
-    behind = 0
+    behind = write_pictures(check=args.check)
     for page in (results_page, coverage_page):
         text = page.render(older)
         if page.PAGE.is_file() and page.PAGE.read_text() == text:

@@ -398,6 +398,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
     from kvweave.engine.config import EngineConfig
     from kvweave.engine.sampling import Sampling
     from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
+    from kvweave.serve.routes.chat import DEFAULT_MAX_TOKENS
 
     engine, drawn = EngineConfig(), Sampling()
     gib = 1 << 30
@@ -414,7 +415,7 @@ def test_what_is_said_of_a_key_that_is_not_set_is_so() -> None:
         "engine.shared_codec": engine.shared_codec,
         "engine.recorded_rows": f"{engine.recorded_rows}",
         "sampling.stop_loops": str(drawn.stop_loops).lower(),
-        "sampling.max_tokens": f"{drawn.max_tokens}",
+        "sampling.max_tokens": f"{drawn.max_tokens}, over HTTP {DEFAULT_MAX_TOKENS}",
         "sampling.temperature": f"the model's, else {drawn.temperature:g}",
         "sampling.top_p": f"the model's, else {drawn.top_p:g}",
         "sampling.top_k": f"the model's, else {drawn.top_k}",

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
-from kvweave.cli import COMMANDS
+from kvweave.cli import COMMANDS, cli
 from kvweave.reasons import Reason
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+TYPED_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "bench" / "README.md"]
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 TENS = {20: "twenty", 50: "fifty"}
 
@@ -299,8 +300,6 @@ QUOTED = [
             "corpus.index.faiss_index:REBUILD_SHARE == 1 / 4",
         ),
         ("Notes of removals go after a week", "corpus.removals:KEEP_S == 7 * 24 * 3600"),
-        ("IVF ({} of 756 clusters)", "corpus.index.ivf:MIN_PROBES"),
-        ("from 94 to {} after a look", "corpus.index.ivf:MIN_PROBES"),
     ),
     *quoted(
         "calibration.md",
@@ -528,7 +527,8 @@ def test_every_page_of_settings_is_quoted() -> None:
     settled = {quote.page for quote in QUOTED}
     # by scripts, from results
     made = {"reliability.md", "licences.md", "results.md", "coverage.md"}
-    prose = {page.name for page in PAGES} - {"README.md", *made}
+    run = {"tutorial.md"}  # by tests/test_tutorial.py
+    prose = {page.name for page in PAGES} - {"README.md", *made, *run}
     assert settled == prose
 
 
@@ -551,11 +551,15 @@ def options_of(command: click.Command) -> set[str]:
     return found | {"--help"}
 
 
+def block_lines(text: str) -> Iterator[str]:
+    """Lines of code blocks; one that goes on below is one line."""
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        yield from block.replace("\\\n", " ").splitlines()
+
+
 def typed_lines(text: str) -> Iterator[str]:
     """What a page shows as typed: lines of code blocks, and code within a line."""
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    for block in blocks:
-        yield from block.replace("\\\n", " ").splitlines()
+    yield from block_lines(text)
     prose = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose))
 
@@ -584,6 +588,10 @@ def test_commands_that_a_page_shows_can_be_typed(page: Path) -> None:
                 wrong.append(f"kvweave {words[0]}: no such command")
             continue
         command, left = found
+        if command.context_settings.get(
+            "ignore_unknown_options"
+        ):  # it passes on what it does not know
+            continue
         known = options_of(command)
         for each in left:
             flag = each.partition("=")[0]
@@ -595,3 +603,45 @@ def test_commands_that_a_page_shows_can_be_typed(page: Path) -> None:
 def test_the_pages_show_commands_of_many_kinds() -> None:
     shown = {words[0] for page in PAGES for words in shown_commands(page) if command_of(words)}
     assert shown >= {"ask", "ingest", "plan", "serve", "calibrate", "cache", "docs", "config"}
+
+
+def commands_of_blocks(page: Path) -> Iterator[list[str]]:
+    """The words behind `kvweave` of each line in a block that is to be typed as it stands."""
+    for line in block_lines(page.read_text()):
+        typed = re.match(r"(?:\$ )?(?:\w+=\S+ )*(?:\.venv/bin/)?kvweave (.+)", line)
+        output = typed is not None and typed[1].startswith("serves ")  # the server's greeting
+        if typed is not None and not output:
+            yield shlex.split(re.split(r" [|>&]", typed[1])[0], comments=True)
+
+
+@pytest.mark.parametrize("page", TYPED_PAGES, ids=lambda page: page.name)
+def test_the_command_line_takes_what_a_block_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By click itself: command, options, their values and the number of arguments. Files that the
+    page's reader would have are the only thing that may be missing."""
+    monkeypatch.chdir(tmp_path)
+    for words in commands_of_blocks(page):
+        context = cli.make_context("kvweave", words, resilient_parsing=False)
+        command: click.Command = cli
+        while isinstance(command, click.Group):
+            name, command, words = command.resolve_command(context, words)
+            try:
+                context = command.make_context(name, words, parent=context)
+            except click.BadParameter as error:
+                if "does not exist" not in error.message:
+                    raise
+                break
+            words = [*context._protected_args, *context.args]
+
+
+def test_every_make_target_that_a_page_shows_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    shown = {
+        (page.name, target)
+        for page in TYPED_PAGES
+        for line in typed_lines(page.read_text())
+        for target in re.findall(r"^(?:\$ )?make ([a-z-]+)", line)
+    }
+    assert len(shown) > 15
+    assert {(page, target) for page, target in shown if target not in targets} == set()

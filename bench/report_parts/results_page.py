@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from common.files import REPO, RESULTS
 from common.results import read_results
+from kvweave.cli.bench import Bench, read_table
 from report_parts.figures import Result, Run, show
 from report_parts.shown import SHOWN
 
@@ -28,13 +29,6 @@ class RunKey(NamedTuple):
     file: str
     date: str  # the day
     commit: str
-
-
-class Row(NamedTuple):
-    """What the table of bench/README.md says of a result file."""
-
-    group: str
-    command: str
 
 
 def key_of(file: str, run: Run) -> RunKey:
@@ -63,29 +57,14 @@ def marked_in(page: str) -> set[RunKey]:
 
 def render(older: Collection[RunKey]) -> str:
     """The page; nothing but the results and `older` changes it."""
-    rows = table_of_benches()
+    benches = read_table()
     parts, group = [HEAD], ""
-    for file in rows:
-        if rows[file].group != group:
-            group = rows[file].group
+    for file, bench in benches.items():
+        if bench.group != group:
+            group = bench.group
             parts.append(f"## {group}\n")
-        parts.append(_section(_by_file()[file], rows[file], older))
+        parts.append(_section(_by_file()[file], bench, older))
     return "\n".join(parts)
-
-
-@cache
-def table_of_benches() -> dict[str, Row]:
-    """Result file → its line of bench/README.md, in the order there."""
-    found, group = {}, ""
-    for line in (REPO / "bench" / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) != 5:
-            continue
-        if heading := re.fullmatch(r"\*\*(.+)\*\*", cells[0]):
-            group = heading[1]
-        for file in re.findall(r"`([\w-]+)\.json`", cells[2]):
-            found[file] = Row(group, cells[1])
-    return found
 
 
 @cache
@@ -93,13 +72,14 @@ def _by_file() -> dict[str, Result]:
     return {result.file: result for result in SHOWN}
 
 
-def _section(result: Result, row: Row, older: Collection[RunKey]) -> str:
+def _section(result: Result, bench: Bench, older: Collection[RunKey]) -> str:
     path = RESULTS / f"{result.file}.json"
     question = read_results(path)["question"]
+    commands = ", ".join(f"`{each}`" for each in bench.commands)
     lines = [
         f"### {question}",
         "",
-        f"{row.command} · [{path.name}](../bench/results/{path.name})",
+        f"{commands} · [{path.name}](../bench/results/{path.name})",
         "",
         "| figure | value | run |",
         "|---|---|---|",
@@ -111,6 +91,6 @@ def _section(result: Result, row: Row, older: Collection[RunKey]) -> str:
         lines.append(f"| {figure.says} | {text}{mark} | {when} |")
     if result.published:
         lines += ["", f"Published: {result.published}"]
-    if path.with_suffix(".svg").is_file():
-        lines += ["", f"![{question}](../bench/results/{path.stem}.svg)"]
+    for picture in bench.pictures:
+        lines += ["", f"![{question}](../bench/results/{picture})"]
     return "\n".join([*lines, ""])

@@ -209,7 +209,9 @@ class SamplingSettings(ConfigSection):
     """How answers are drawn, for questions and requests that do not say it themselves. Keys are
     fields of engine/sampling.py; the model's are in its generation_config.json."""
 
-    max_tokens: Count | None = unset("256", "Length of the answer at most", "--max-tokens")
+    max_tokens: Count | None = unset(
+        "256, over HTTP 1024", "Length of the answer at most", "--max-tokens"
+    )
     temperature: Annotated[float, Range(0, 100)] | None = unset(
         "the model's, else 0", "0 takes the likeliest token each time", "--temperature"
     )

@@ -8,8 +8,10 @@ and what a bench sets up stays there.
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +26,7 @@ ASKED = [
     "ttft/run.py --device cuda --help",  # a script of its own behind the same name
     *(name for name in FILES if name not in SCRIPTS),
 ]
-# Prints for each file of bench/, with or without options, what went wrong with it. Every file is
+# Prints for each file of bench/, with or without options, what went wrong and what it said. Each is
 # run as if by `python FILE`, with nothing that an earlier one imported from bench/ or put on the
 # path; one without options is only imported.
 ASK_ALL = """
@@ -50,13 +52,13 @@ for asked in sys.argv[2:]:
             trouble = f"exit code {end.code}, said {said.getvalue()!r}"
     except Exception:  # whatever it is: the test of this one goes red with it
         trouble = traceback.format_exc()
-    print(json.dumps([asked, trouble]))
+    print(json.dumps([asked, [trouble, said.getvalue()]]))
 """
 
 
 @cache
-def troubles() -> dict[str, str]:
-    """What went wrong with each of ASKED; "" is nothing."""
+def replies() -> dict[str, list[str]]:
+    """What went wrong with each of ASKED, "" being nothing, and what it said."""
     ran = subprocess.run(
         [sys.executable, "-c", ASK_ALL, str(BENCH), *ASKED],
         capture_output=True,
@@ -71,7 +73,34 @@ def troubles() -> dict[str, str]:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_a_bench_imports_and_a_script_tells_its_options(asked: str) -> None:
-    assert troubles()[asked] == ""
+    trouble, _ = replies()[asked]
+    assert trouble == ""
+
+
+def shown_calls() -> Iterator[tuple[str, str, list[str]]]:
+    """Every call of a bench with options that a page shows: page, script, options."""
+    for page in [*sorted((REPO / "docs").glob("*.md")), REPO / "README.md", BENCH / "README.md"]:
+        for call in re.findall(r"(?<![\w/])bench/([\w/]+\.py(?: [^`\n|#]+)?)", page.read_text()):
+            script, *words = call.split()
+            options = [word.partition("=")[0] for word in words if re.match("--[a-z]", word)]
+            yield page.name, script, options
+
+
+def test_benches_take_the_options_that_pages_show() -> None:
+    wrong, checked = [], 0
+    for page, script, options in shown_calls():
+        if script.startswith("NAME"):  # any
+            continue
+        assert (BENCH / script).is_file(), f"{page} shows {script}"
+        asked = f"{script} --device cuda --help"
+        if "--device" not in options or asked not in ASKED:
+            asked = f"{script} --help"
+        for option in options:
+            checked += 1
+            if not re.search(rf"{option}\b", replies()[asked][1]):
+                wrong.append(f"{page}: bench/{script} has no {option}")
+    assert checked > 40
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if os.sep in name])

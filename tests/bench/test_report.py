@@ -4,14 +4,17 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 import report
 from common.files import REPO, RESULTS
+from kvweave.cli.bench import read_table
 from report_parts import coverage_page, history, results_page
 from report_parts.figures import Figure, Result, runs_of, show
 from report_parts.papers import NONE, PAPERS, Claim
+from report_parts.plots import PICTURES, draw
 from report_parts.shown import SHOWN
 
 CLAIMS = [claim for claims in PAPERS.values() for claim in claims]
@@ -21,6 +24,15 @@ CLAIMS = [claim for claims in PAPERS.values() for claim in claims]
 def test_the_pages_are_made_again_byte_for_byte(page: Any) -> None:
     marked = results_page.marked_in(results_page.PAGE.read_text())
     assert page.render(marked) == page.PAGE.read_text(), "`make results` writes it anew"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_again_byte_for_byte_and_stands_on_the_page(name: str) -> None:
+    drawn = draw(PICTURES[name]())
+    assert drawn == (RESULTS / name).read_text(), "`make results` draws it anew"
+    ElementTree.fromstring(drawn)  # a browser shows nothing of what is not well-formed
+    assert drawn.count("<circle") > 5
+    assert any(name in bench.pictures for bench in read_table().values())
 
 
 def test_no_result_on_the_pages_is_older_than_its_code_without_saying_so() -> None:
@@ -34,7 +46,7 @@ def test_no_result_on_the_pages_is_older_than_its_code_without_saying_so() -> No
 def test_every_result_is_on_the_page_and_names_code_that_is_there() -> None:
     shown, kept = [result.file for result in SHOWN], [p.stem for p in RESULTS.glob("*.json")]
     assert sorted(shown) == sorted(kept), "each has an entry in bench/report_parts/shown.py"
-    assert set(results_page.table_of_benches()) == {result.file for result in SHOWN}
+    assert read_table().keys() == {result.file for result in SHOWN}
     for result in SHOWN:
         names = [figure.name for figure in result.figures]
         assert names, result.file

@@ -209,7 +209,7 @@ def test_the_metrics_name_no_tenant_to_a_stranger(guarded: str) -> None:
 
 
 def test_the_page_of_the_api_loads_nothing_from_elsewhere(guarded: str) -> None:
-    page = httpx.get(f"{guarded}/docs", timeout=30)
+    page = httpx.get(f"{guarded}/docs/api", timeout=30)
     assert page.status_code == 200
     assert "POST /v1/chat/completions" in page.text
     assert "<script" not in page.text

@@ -13,7 +13,8 @@ from kvweave.serve.http import build_http
 from kvweave.serve.routes.context import make_context
 from worlds.serving import KbServer
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "server.md").read_text()
+REPO = Path(__file__).resolve().parents[2]
+PAGE = (REPO / "docs" / "server.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
 (SHOWN,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
@@ -48,6 +49,22 @@ def test_every_route_is_on_the_page(weave: Weave) -> None:
         shown = re.sub(r"{\w+_id}", "{id}", path)
         for method in operations:
             assert f"`{method.upper()} {shown}`" in PAGE, f"{method} {path}"
+
+
+def test_every_path_that_a_page_asks_by_curl_is_a_route(weave: Weave) -> None:
+    routes = build_http(make_context(weave)).openapi()["paths"]
+    known = [re.sub(r"{\w+}", "[^/]+", path) for path in routes]
+    asked = {
+        (page.name, path)
+        for page in [*(REPO / "docs").glob("*.md"), REPO / "README.md"]
+        for path in re.findall(
+            r"\bcurl (?:-\S+ |'[^']*' |\w+=\S+ )*(?:http://[\w.:]+|\$URL)(/[\w/.-]*)",
+            page.read_text(),
+        )
+    }
+    assert len(asked) > 6
+    for page, path in asked:
+        assert any(re.fullmatch(route, path) for route in known), f"{page}: {path}"
 
 
 def test_every_metric_of_the_server_is_on_the_page(kb_server: KbServer) -> None:

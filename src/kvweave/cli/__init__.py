@@ -14,6 +14,7 @@ from kvweave.errors import ConfigError, KVWeaveError
 COMMANDS: dict[str, str] = {
     "ask": "kvweave.cli.ask",
     "audit": "kvweave.cli.audit",
+    "bench": "kvweave.cli.bench",
     "cache": "kvweave.cli.cache",
     "calibrate": "kvweave.cli.calibrate",
     "chat": "kvweave.cli.chat",

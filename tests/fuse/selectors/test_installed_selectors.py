@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,25 +19,13 @@ from worlds.fuse import World, make_ids
 from worlds.tiny_models import make_model_folder
 
 FACTS = ModelFacts(num_layers=6)
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "selector"
+PROJECT = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())
 CODE = """
-from kvweave.fuse.needs import Needs
+from last_rows import LastRows
+
 from kvweave.fuse.selectors.cacheblend import CacheBlend
 from kvweave.fuse.strategy import Strategy
-
-
-class LastRows:
-    in_flight = False
-
-    def needs(self, num_layers):
-        return Needs()
-
-    def select(self, scene, counts):
-        return [scene.hits[-count:] for count in counts]
-
-
-def make(facts):
-    assert facts.num_layers == 6
-    return LastRows()
 
 
 def make_strategy(facts):
@@ -50,9 +39,9 @@ def make_in_flight(facts):
 def make_nothing(facts):
     return object()
 """
-ENTRIES = """
+ENTRIES = f"""
 [kvweave.selectors]
-last-rows = their_selectors:make
+last-rows = {PROJECT["project"]["entry-points"]["kvweave.selectors"]["last-rows"]}
 last-rows-drifting = their_selectors:make_strategy
 weave = their_selectors:make_strategy
 in-flight = their_selectors:make_in_flight
@@ -68,6 +57,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     info = "their_selectors-1.0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("their_selectors.py", CODE)
+        archive.write(EXAMPLE / "last_rows.py", "last_rows.py")
         archive.writestr(f"{info}/entry_points.txt", ENTRIES)
         archive.writestr(
             f"{info}/METADATA", "Metadata-Version: 2.1\nName: their-selectors\nVersion: 1.0\n"

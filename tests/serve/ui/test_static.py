@@ -10,7 +10,9 @@ from fastapi.testclient import TestClient
 
 from kvweave.app.weave import Weave
 from kvweave.serve.access.api_keys import parse_keys
-from kvweave.serve.ui.page import FOLDER, read_assets, ui_routes
+from kvweave.serve.http import build_http
+from kvweave.serve.routes.context import make_context
+from kvweave.serve.ui.page import FOLDER, SITE, read_assets, ui_routes
 from worlds.serving import serving
 
 STRICT = ("default-src 'none'", "script-src 'self'", "style-src 'self'", "frame-ancestors 'none'")
@@ -80,6 +82,34 @@ def test_encoding_follows_what_the_browser_offers(
     assert reply.headers.get("content-encoding") == got
     assert reply.text == text
     assert "Accept-Encoding" in reply.headers["vary"]
+
+
+def test_the_documentation_is_served_where_it_was_built(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "assets").mkdir(parents=True)
+    (site / "index.html").write_text("<h1>kvweave</h1>")
+    (site / "assets" / "a.js").write_text("1;")
+    http = FastAPI(docs_url=None)
+    http.include_router(ui_routes(tmp_path / "page", site))
+    client = TestClient(http)
+    front = client.get("/docs")  # follows to /docs/, from where the links of its pages start
+    assert front.url.path == "/docs/"
+    assert front.text == "<h1>kvweave</h1>"
+    policy = front.headers["content-security-policy"].split("; ")
+    assert "script-src 'self' 'unsafe-inline'" in policy
+    assert "connect-src 'self'" in policy
+    assert not [part for part in policy if "http" in part]
+    assert client.get("/docs/assets/a.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_where_the_documentation_was_not_built_a_line_says_how(weave: Weave) -> None:
+    http = build_http(make_context(weave))
+    client = TestClient(http)
+    assert "POST /v1/chat/completions" in client.get("/docs/api").text
+    if not SITE.is_dir():
+        missing = client.get("/docs/")
+        assert missing.status_code == 404
+        assert "`make site`" in missing.json()["error"]["message"]
 
 
 def test_a_head_request_has_the_headers_alone(url: str) -> None:

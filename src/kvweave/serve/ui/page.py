@@ -1,19 +1,25 @@
 """GET / and /ui/…: the web page. No key is needed for it; what it shows comes from /v1 with one.
+GET /docs/…: the documentation, where it was built.
 
-Its files are in memory, each with its type, a name for its content and a compressed copy. Only what
+Files are in memory, each with its type, a name for its content and a compressed copy. Only what
 lies in the folder when the server starts can be named, so no path leads out of it.
 """
 
 import gzip
 import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 
 from kvweave.serve.access.errors import ApiError
 
 FOLDER = Path(__file__).parent / "static"
+SITE = Path(__file__).parent / "site"  # `make site` puts it there, and a wheel takes it along
 PAGE = "index.html"
 # Written down here: what a machine's own tables say of .js differs.
 TYPES = {
@@ -49,8 +55,12 @@ class Asset:
 def read_assets(folder: Path = FOLDER) -> dict[str, Asset]:
     """Every file below `folder` whose type is known, by its path from there with slashes. Files of
     other types are not served."""
+    return {name: _read(path) for name, path in _find_files(folder).items()}
+
+
+def _find_files(folder: Path) -> dict[str, Path]:
     return {
-        path.relative_to(folder).as_posix(): _read(path)
+        path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.suffix in TYPES
     }
@@ -96,10 +106,20 @@ HEADERS = {
 }
 
 
-def ui_routes(folder: Path = FOLDER) -> APIRouter:
-    """Reads the files once, now."""
+# The site's theme has small scripts and styles in its pages, which nobody else writes to.
+SITE_HEADERS = {
+    **HEADERS,
+    "Content-Security-Policy": re.sub(
+        "(script|style)-src 'self'", r"\g<0> 'unsafe-inline'", POLICY
+    ),
+}
+
+
+def ui_routes(folder: Path = FOLDER, site: Path = SITE) -> APIRouter:
+    """Reads the files of the page once, now, and each of the documentation when it is wanted."""
     routes = APIRouter(include_in_schema=False)
     assets = read_assets(folder)
+    pages, read_page = _find_files(site), cache(_read)
 
     @routes.api_route("/", methods=["GET", "HEAD"])
     async def page(request: Request) -> Response:
@@ -109,13 +129,25 @@ def ui_routes(folder: Path = FOLDER) -> APIRouter:
     async def asset(request: Request, path: str) -> Response:
         return _reply(request, assets.get(path))
 
+    @routes.get("/docs")
+    async def docs() -> Response:
+        return RedirectResponse("docs/")
+
+    @routes.api_route("/docs/{path:path}", methods=["GET", "HEAD"])
+    async def documentation(request: Request, path: str) -> Response:
+        if not pages:
+            way_out = "build it in a clone with `make site`, or read docs/ there"
+            raise ApiError(404, f"the documentation is not here; {way_out}", code="not_found")
+        file = pages.get(path or PAGE)
+        return _reply(request, None if file is None else read_page(file), SITE_HEADERS)
+
     return routes
 
 
-def _reply(request: Request, asset: Asset | None) -> Response:
+def _reply(request: Request, asset: Asset | None, always: Mapping[str, str] = HEADERS) -> Response:
     if asset is None:
         raise ApiError(404, f"GET {request.url.path} is not served here", code="not_found")
-    headers = {**HEADERS, "ETag": asset.etag}
+    headers = {**always, "ETag": asset.etag}
     if _is_known(request.headers.get("if-none-match", ""), asset.etag):
         return Response(status_code=304, headers=headers)
     body = asset.body

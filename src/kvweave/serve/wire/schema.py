@@ -117,7 +117,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
 
 
 def install_schema_page(http: FastAPI) -> None:
-    @http.get("/docs", include_in_schema=False)
+    @http.get("/docs/api", include_in_schema=False)
     async def docs() -> HTMLResponse:
         headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff"}
         return HTMLResponse(page_of(http.openapi()), headers=headers)
