@@ -95,6 +95,18 @@ class Table:
         """Tokens of a prompt that it speaks for; without end if it does not know its own."""
         return LONGER * self.most_prompt_tokens or math.inf
 
+    def covers(self, num_chunks: int, num_tokens: int = 0) -> bool:
+        """Whether its prompts had as many chunks as that, and were about as long."""
+        has_chunks = self.num_chunks >= num_chunks or not self.mean_chunks  # 0: not known
+        return has_chunks and self.longest_covered >= num_tokens
+
+    @property
+    def words(self) -> str:
+        """What was asked, for people."""
+        if self.kind == OWN:
+            return f"{self.num_questions} questions of your own ({self.data})"
+        return f"{self.num_questions} {self.kind} questions, {round(self.mean_chunks)} chunks"
+
     @property
     def subject(self) -> tuple[str, int]:
         """What it speaks of: a kind of questions at some number of chunks. What a user asked is one
@@ -113,11 +125,32 @@ class Table:
         return tuple(replace(c, kl_high=c.kl + wider * (c.kl_high - c.kl)) for c in self.cells)
 
 
-def deciding_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables that have a say: the user's own alone where they asked enough, else all of
-    them."""
-    enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
+def deciding_tables(
+    tables: Sequence[Table], num_chunks: int = 0, num_tokens: int = 0
+) -> tuple[Table, ...]:
+    """Return the tables that have a say on prompts of so many chunks and tokens: the user's own
+    alone where they asked enough and had such prompts, else all of them."""
+    enough = [
+        t
+        for t in tables
+        if t.kind == OWN
+        and t.num_questions >= ENOUGH_QUESTIONS
+        and t.covers(num_chunks, num_tokens)
+    ]
     return tuple(enough or tables)
+
+
+def speaking_beside(
+    made: Iterable[Table], tables: Sequence[Table], num_chunks: int = 0, num_tokens: int = 0
+) -> tuple[Table, ...]:
+    """Return those of `made`, from a knowledge base's own documents, that prove something by
+    themselves on prompts of so many chunks and tokens, where `tables` were measured of the model:
+    where there are none, all of them."""
+    return tuple(
+        t
+        for t in made
+        if not tables or (t.num_questions >= ENOUGH_QUESTIONS and t.covers(num_chunks, num_tokens))
+    )
 
 
 def tables_for_size(
@@ -136,7 +169,7 @@ def tables_for_size(
     for found in by_kind.values():
         for table in found:
             speaking.append(table)
-            if table.num_chunks >= num_chunks and table.longest_covered >= num_tokens:
+            if table.covers(num_chunks, num_tokens):
                 break
     return tuple(speaking)
 

@@ -1,16 +1,17 @@
 """What fusing costs on the documents of one knowledge base, question by question.
 
-Where no table speaks for a model, a server asks its documents about themselves in idle time
-(`app/auto/self_calibration.py`). This is what it has found so far: it says which settings the next
-question tries, what the gate may make of the answers, and when enough were asked.
+A server asks its documents about themselves in idle time (`app/auto/self_calibration.py`): where
+no table speaks for its model, whether anything may be fused; else whether fewer rows are enough
+here than for the worst of all kinds of questions. This is what it has found so far: it says which
+settings the next question tries, what the gate may make of the answers, and when enough were asked.
 
     screen     a few questions try every candidate at one ratio; the best is measured, the screening
-               itself counts for nothing else
+               itself counts for nothing else. Left out where a strategy is let through already
     measure    looks after 24, 48, 100 and 200 questions; each gives a table for the gate
 
 Few questions open the gate only for what is clearly within the bound (`Table.widen_intervals`);
-from 100 on the table decides alone, before those that came with the model. It ends early where no
-cell can come within the bound any more.
+beside tables that came with the model 100 are needed. It ends early where no cell, or none that is
+cheaper, can come within the bound any more.
 """
 
 import json
@@ -18,7 +19,7 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -63,12 +64,14 @@ class AnsweredQuestion(NamedTuple):
 class EvidenceState(NamedTuple):
     """How far the questions are, for people."""
 
+    # measuring: nothing was found yet, open: the gate lets something through by what was found, or
+    # by what it had before
     state: Literal["measuring", "open", "shut"]
     asked: int  # questions, with those of the screening
     most: int  # that are asked, unless it ends early
     strategy: str | None  # that the gate lets through so far, at its least ratio; None: none
     ratio: float | None
-    why: str  # it is shut
+    why: str  # it is shut, or why no less than before is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,19 @@ class EvidenceSubject:
 class OwnEvidence:
     """The answers so far, kept in a file. Any thread; one adds."""
 
-    def __init__(self, subject: EvidenceSubject, bound: float, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        subject: EvidenceSubject,
+        bound: float,
+        path: Path | None = None,
+        allowed: Cell | None = None,
+    ) -> None:
         """`bound` in nats per token is what it is measured for. `path`: where answers are kept;
-        those of another subject that lie there are replaced. None: nowhere."""
+        those of another subject that lie there are replaced. None: nowhere. `allowed`: what is let
+        through without it; then only less of that strategy is tried."""
         self.subject = subject
         self.bound = bound
+        self.allowed = allowed
         self.is_asked = False  # whether somebody adds to it; who does says so
         self._path = path
         self._lock = threading.Lock()  # guards the rest
@@ -117,43 +128,53 @@ class OwnEvidence:
 
     def tables(self) -> tuple[Table, ...]:
         """The table of the last look; none before the first, nor where rounding alone makes too
-        much of the bound: what was measured then is the rounding."""
+        much of the bound: what was measured then is the rounding. Where something is let through
+        already, there is one as soon as less was found to be enough."""
         table = self._table()
-        return (table,) if table is not None and self._is_precise() else ()
+        if table is None or not self._is_precise():
+            return ()
+        if self.allowed is None:
+            return (table,)
+        proven = self._find_proven(table)
+        if proven is None:
+            return ()
+        # fewer rows may pass as well and cost more, by more close calls
+        return (replace(table, cells=tuple(c for c in table.cells if c.ratio >= proven.ratio)),)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be asked."""
-        return self.state().state != "measuring" and not self._may_narrow()
+        state = self.state()
+        return not self._settings() or (state.state != "measuring" and not self._may_narrow())
 
     def state(self) -> EvidenceState:
         """How far it is, and what the gate would make of it."""
-        table, asked = self._table(), self.num_answered
-        most = SCREEN_QUESTIONS + LOOKS[-1]
-        if table is None:
-            return EvidenceState("measuring", asked, most, None, None, "")
-        cell = choose(table.widen_intervals(), self.bound)
-        if cell is not None and self._is_precise():
+        table, asked, allowed = self._table(), self.num_answered, self.allowed
+        most = self._num_screening + LOOKS[-1]
+        cell = None if table is None else self._find_proven(table)
+        if cell is not None:
             return EvidenceState("open", asked, most, cell.strategy, cell.ratio, "")
-        why = self._why_hopeless(table)
-        if why is None and table.num_questions >= LOOKS[-1]:
+        name, ratio = (None, None) if allowed is None else (allowed.strategy, allowed.ratio)
+        why = None if table is None else self._why_hopeless(table)
+        if why is None and table is not None and table.num_questions >= LOOKS[-1]:
             why = f"it is not surely within {self.bound:g} nats per token"
-        state: Literal["measuring", "shut"] = "measuring" if why is None else "shut"
-        return EvidenceState(state, asked, most, None, None, why or "")
+        if why is None:
+            return EvidenceState("measuring", asked, most, name, ratio, "")
+        return EvidenceState("open" if allowed else "shut", asked, most, name, ratio, why)
 
     def next_settings(self) -> tuple[tuple[SettingName, ...], bool]:
         """What the next question tries, and whether everything is recomputed for it as well."""
         with self._lock:
-            if len(self._screened) < SCREEN_QUESTIONS:
+            if len(self._screened) < self._num_screening:
                 return tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES), False
-            name = self._chosen()
-            checks_noise = len(self._answered) < NOISE_QUESTIONS
-            return tuple(SettingName(name, ratio) for ratio in RATIOS), checks_noise
+            # what is let through already was calibrated in this precision
+            checks_noise = self.allowed is None and len(self._answered) < NOISE_QUESTIONS
+            return self._settings(), checks_noise
 
     def add(self, answered: AnsweredQuestion) -> None:
         """Take in the answers to one question, with the settings that `next_settings` named."""
         with self._lock:
-            is_screening = len(self._screened) < SCREEN_QUESTIONS
+            is_screening = len(self._screened) < self._num_screening
             (self._screened if is_screening else self._answered).append(answered)
             self._write()
 
@@ -161,6 +182,19 @@ class OwnEvidence:
 
     def _look(self) -> int:
         return max((look for look in LOOKS if look <= len(self._answered)), default=0)
+
+    @property
+    def _num_screening(self) -> int:
+        return SCREEN_QUESTIONS if self.allowed is None else 0
+
+    def _settings(self) -> tuple[SettingName, ...]:
+        """What is measured. Where something is let through, what is less than that; nothing where
+        that strategy is none of those that chunk KV alone is enough for."""
+        if self.allowed is None:
+            return tuple(SettingName(self._chosen(), ratio) for ratio in RATIOS)
+        name, most = self.allowed.strategy, self.allowed.ratio
+        ratios = RATIOS if name in CANDIDATES else ()
+        return tuple(SettingName(name, ratio) for ratio in ratios if ratio < most)
 
     def _chosen(self) -> str:
         """The candidate that cost least in the screening, with close calls computed again."""
@@ -175,14 +209,13 @@ class OwnEvidence:
         with self._lock:
             look = self._look()
             if look and look not in self._by_look:
-                self._by_look[look] = self._tabulate(self._chosen(), self._answered[:look])
+                self._by_look[look] = self._tabulate(self._answered[:look])
             return self._by_look.get(look)
 
-    def _tabulate(self, name: str, answered: Sequence[AnsweredQuestion]) -> Table:
-        subject = self.subject
-        strategy = open_strategy(name, ModelFacts(subject.num_layers))
-        settings = [Setting(strategy, ratio) for ratio in RATIOS]
-        names = [SettingName(name, ratio) for ratio in RATIOS]
+    def _tabulate(self, answered: Sequence[AnsweredQuestion]) -> Table:
+        subject, names = self.subject, self._settings()
+        facts = ModelFacts(subject.num_layers)
+        settings = [Setting(open_strategy(name, facts), ratio) for name, ratio in names]
         cases = [
             CaseOutcomes(
                 each.num_tokens,
@@ -213,11 +246,28 @@ class OwnEvidence:
     def _is_precise(self) -> bool:
         return self._mean_noise() <= NOISE_SHARE * self.bound  # a NaN is not
 
+    def _find_proven(self, table: Table) -> Cell | None:
+        """What a table lets through; None: nothing, or nothing cheaper than what is let through
+        without it."""
+        if not self._is_precise():
+            return None
+        cell = choose(table.widen_intervals(), self.bound)
+        if self.allowed is None or cell is None:
+            return cell
+        is_enough = table.num_questions >= ENOUGH_QUESTIONS
+        return cell if is_enough and cell.work < self.allowed.work else None
+
     def _may_narrow(self) -> bool:
-        """Whether more questions would still say more: an open gate that few opened."""
+        """Whether more questions would still say more, where something was found: few found it, or
+        fewer rows may turn out to be enough."""
         table = self._table()
-        is_open = self.state().state == "open"
-        return is_open and table is not None and table.num_questions < ENOUGH_QUESTIONS
+        cell = None if table is None else self._find_proven(table)
+        if table is None or cell is None or table.num_questions >= LOOKS[-1]:
+            return False
+        less = [each for each in table.cells if each.ratio < cell.ratio]
+        return table.num_questions < ENOUGH_QUESTIONS or not all(
+            _is_hopeless(each, table.num_questions, self.bound) for each in less
+        )
 
     def _why_hopeless(self, table: Table) -> str | None:
         """Why no cell can come within the bound with more questions; None: one can."""
@@ -239,6 +289,9 @@ class OwnEvidence:
                 return
             screened, answered = map(_parse, found["screened"]), map(_parse, found["answered"])
             self._screened, self._answered = list(screened), list(answered)
+            settings = set(self._settings())
+            if not all(settings <= each.outcomes.keys() for each in self._answered):
+                raise ValueError("other settings were tried")
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -293,10 +346,6 @@ def _dump(answered: AnsweredQuestion) -> list[Any]:
 def _parse(found: list[Any]) -> AnsweredQuestion:
     outcomes = {}
     tokens, chunks, chunk_tokens, noise, rows = found
-    known = {(name, SCREEN_RATIO) for name in CANDIDATES}
-    known |= {(name, ratio) for name in CANDIDATES for ratio in RATIOS}
-    if not all((strategy, ratio) in known for strategy, ratio, *_ in rows):
-        raise ValueError("other settings were tried")
     for strategy, ratio, *values, nll_gap, work in rows:
         judged = TrialScore._make(math.inf if value is None else value for value in values)
         outcomes[SettingName(strategy, ratio)] = Outcome(judged, nll_gap, work, None)

@@ -11,9 +11,11 @@ from kvweave.calibrate.gate import (
     ELSEWHERE,
     ENOUGH_QUESTIONS,
     OWN,
+    Cell,
     Table,
     choose,
     deciding_tables,
+    speaking_beside,
     tables_for_size,
     worst_cells,
 )
@@ -62,14 +64,17 @@ class KVWorth:
             encoder.context.codec,
         )
         digest = hashlib.blake2b(repr(subject).encode(), digest_size=6).hexdigest()
-        name = f"calibration-{digest}-{self.num_chunks}.json"
-        usual = BOUND if bound is None else bound
-        self.evidence = OwnEvidence(subject, usual, kb.folder / KV_FOLDER / name)
+        usual, allowed = BOUND if bound is None else bound, None
+        with suppress(ConfigError):  # said where it is asked or planned
+            allowed = self._find_allowed(self.find_tables(), usual)
+        than = "" if allowed is None else f"-{allowed.strategy}-{allowed.ratio:g}"
+        name = f"calibration-{digest}-{self.num_chunks}{than}.json"
+        self.evidence = OwnEvidence(subject, usual, kb.folder / KV_FOLDER / name, allowed)
 
     def begin_asking(self) -> None:
-        """Have the documents asked about themselves, unless the profile of the model lets something
-        be fused, or enough was asked."""
-        if self.evidence.is_over:
+        """Have the documents asked about themselves, unless enough was asked: whether anything may
+        be fused, or whether less is enough than the profile of the model lets through."""
+        if self.evidence.is_over or self._is_permitted:
             return
         try:
             tables = self.find_tables()
@@ -79,19 +84,19 @@ class KVWorth:
         is_answered = any(
             table.kind == OWN and table.num_questions >= ENOUGH_QUESTIONS for table in tables
         )  # by the user's own questions, whatever came of them
-        is_shut = self.why_shut(tables, self.evidence.bound) is not None
-        self.evidence.is_asked = is_shut and not is_answered
+        self.evidence.is_asked = not is_answered
 
     def why_unused(self, bound: float) -> str | None:
         """Why no answer would be fused from it within so many nats; None: some would be, at least
         where nothing was said before, or its evidence may still come to that. Raises ConfigError
         for a profile that cannot be read."""
         evidence, tables = self.evidence, self.find_tables()
-        why = self.why_shut((*tables, *evidence.tables()), bound)
-        if why is None or evidence.is_asked:
+        found = evidence.tables()
+        made = speaking_beside(found, tables)
+        why = self.why_shut(tables, bound)
+        if why is None or evidence.is_asked or self._find_allowed(made, bound) is not None:
             return None
-        is_found_out = bool(evidence.tables()) and self.why_shut(tables, bound) is not None
-        return f"{why}: {evidence.state().why}" if is_found_out else why
+        return f"{self.why_shut(tables or found, bound)}: {evidence.state().why}" if found else why
 
     def state(self) -> EvidenceState | None:
         """How far the documents were asked about themselves; None: they never were. It is open
@@ -100,10 +105,10 @@ class KVWorth:
         if not (evidence.is_asked or evidence.num_answered):
             return None
         found = evidence.state()
-        if found.state != "open":
+        if found.state != "open" or evidence.allowed is not None:
             return found
         with suppress(ConfigError):  # said where it is planned
-            if self.why_shut((*self.find_tables(), *evidence.tables()), evidence.bound):
+            if not speaking_beside(evidence.tables(), self.find_tables()):
                 return found._replace(state="measuring" if evidence.is_asked else "shut")
         return found
 
@@ -119,14 +124,15 @@ class KVWorth:
     def why_shut(self, tables: Sequence[Table], bound: float) -> str | None:
         """Why these tables let nothing be fused; None: they do, at least where nothing was said
         before."""
-        if self._is_permitted:
+        if self._is_permitted or self._find_allowed(tables, bound) is not None:
             return None
-        alone = tables_for_size(
-            [table for table in deciding_tables(tables) if not table.has_history], self.num_chunks
-        )
-        if not alone:
+        if all(table.has_history for table in tables):
             return "the model is not calibrated, so nothing would be fused"
+        return f"calibration lets nothing be fused within {bound:g} nats per token"
+
+    def _find_allowed(self, tables: Sequence[Table], bound: float) -> Cell | None:
+        """The least work that these tables let through, where nothing was said before."""
+        deciding = deciding_tables(tables, self.num_chunks)
+        alone = tables_for_size([t for t in deciding if not t.has_history], self.num_chunks)
         is_here = all(table.preamble == self._preamble for table in alone)
-        if choose(worst_cells(alone), bound if is_here else ELSEWHERE * bound) is None:
-            return f"calibration lets nothing be fused within {bound:g} nats per token"
-        return None
+        return choose(worst_cells(alone), bound if is_here else ELSEWHERE * bound)
