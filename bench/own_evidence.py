@@ -36,8 +36,8 @@ from kvweave.config import ModelChoice, WeaveConfig
 
 # base → file, and records that its passages come from
 BASES = {
-    "easy": ("nq_oracle/nq_open_oracle.jsonl.gz", 160),
-    "hard": ("hotpotqa/hotpotqa_distractor.jsonl.gz", 64),
+    "easy": ("nq_oracle/nq_open_oracle.jsonl.gz", 120),
+    "hard": ("hotpotqa/hotpotqa_distractor.jsonl.gz", 60),
 }
 TOKENS = 16  # of an answer that are compared
 LOOK_S = 0.2
@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--bases", default=",".join(BASES))
     # packaged tables were made of the records before
     parser.add_argument("--first", type=int, default=600, help="record that a base begins with")
-    parser.add_argument("--questions", type=int, default=64, help="real ones")
+    parser.add_argument("--questions", type=int, default=60, help="real ones")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser.parse_args()
 

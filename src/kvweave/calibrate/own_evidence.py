@@ -23,7 +23,15 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvweave.calibrate.gate import CLOSE_CALLS, ENOUGH_QUESTIONS, MAX_FLIPS, Cell, Table, choose
+from kvweave.calibrate.gate import (
+    CLOSE_CALLS,
+    ELSEWHERE,
+    ENOUGH_QUESTIONS,
+    MAX_FLIPS,
+    Cell,
+    Table,
+    choose,
+)
 from kvweave.calibrate.measure import NOISE_SHARE, CaseOutcomes, Outcome, Setting
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.calibrate.trials import TrialScore
@@ -96,13 +104,17 @@ class OwnEvidence:
         bound: float,
         path: Path | None = None,
         allowed: Cell | None = None,
+        *,
+        is_beside: bool = False,
     ) -> None:
         """`bound` in nats per token is what it is measured for. `path`: where answers are kept;
         those of another subject that lie there are replaced. None: nowhere. `allowed`: what is let
-        through without it; then only less of that strategy is tried."""
+        through without it; then only less of that strategy is tried. `is_beside`: tables of the
+        model speak as well, so that its own are held to what `gate.speaking_beside` says."""
         self.subject = subject
         self.bound = bound
         self.allowed = allowed
+        self._held_to = ELSEWHERE * bound if is_beside else bound
         self.is_asked = False  # whether somebody adds to it; who does says so
         self._path = path
         self._lock = threading.Lock()  # guards the rest
@@ -157,7 +169,7 @@ class OwnEvidence:
         name, ratio = (None, None) if allowed is None else (allowed.strategy, allowed.ratio)
         why = None if table is None else self._why_hopeless(table)
         if why is None and table is not None and table.num_questions >= LOOKS[-1]:
-            why = f"it is not surely within {self.bound:g} nats per token"
+            why = f"it is not surely within {self._held_to:g} nats per token"
         if why is None:
             return EvidenceState("measuring", asked, most, name, ratio, "")
         return EvidenceState("open" if allowed else "shut", asked, most, name, ratio, why)
@@ -251,7 +263,7 @@ class OwnEvidence:
         without it."""
         if not self._is_precise():
             return None
-        cell = choose(table.widen_intervals(), self.bound)
+        cell = choose(table.widen_intervals(), self._held_to)
         if self.allowed is None or cell is None:
             return cell
         is_enough = table.num_questions >= ENOUGH_QUESTIONS
@@ -266,14 +278,14 @@ class OwnEvidence:
             return False
         less = [each for each in table.cells if each.ratio < cell.ratio]
         return table.num_questions < ENOUGH_QUESTIONS or not all(
-            _is_hopeless(each, table.num_questions, self.bound) for each in less
+            _is_hopeless(each, table.num_questions, self._held_to) for each in less
         )
 
     def _why_hopeless(self, table: Table) -> str | None:
         """Why no cell can come within the bound with more questions; None: one can."""
         if not self._is_precise():
             return f"rounding alone costs {self._mean_noise():.2g} nats per token"
-        if not all(_is_hopeless(cell, table.num_questions, self.bound) for cell in table.cells):
+        if not all(_is_hopeless(cell, table.num_questions, self._held_to) for cell in table.cells):
             return None
         best = min(table.cells, key=lambda cell: cell.kl)
         if best.work >= 1.0:

@@ -122,6 +122,8 @@ def progress_text(progress: "KVProgress") -> str:
         parts.append(
             asked if ratio is None else f"fused at {ratio:.0%} and {asked}, whether less is enough"
         )
+    elif calibration is not None and calibration.ratio is not None:
+        parts.append(f"fused at {calibration.ratio:.0%} after {calibration.asked} own questions")
     if progress.state in ("full", "failed"):
         parts.append(f"{progress.state}: {progress.why}" if progress.why else progress.state)
     return ", ".join(parts)

@@ -3,6 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from kvweave import Weave
 from kvweave.app.auto.self_calibration import SelfCalibration
+from kvweave.app.libraries.quality_view import quality_of
 from kvweave.app.library.library_kv import BackgroundKV
 from kvweave.app.weave import Sampling
 from kvweave.calibrate.own_evidence import LOOKS, SCREEN_QUESTIONS, EvidenceState
+from kvweave.cli.tables import progress_text
 from kvweave.model.load import load_decoder
+from kvweave.plan.plan import PromptShape
 from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk
+from worlds.auto import World
 from worlds.made_kv import Model, opened
 from worlds.tiny_corpus import make_text
 from worlds.tiny_models import make_chat_model_folder
@@ -152,6 +157,66 @@ def test_a_question_that_fails_is_left_out(
         weave.library.start()
         until(lambda: state_of(weave).asked >= 6)
         assert calibration_of(weave).metrics.value("calibration_skipped_total", why="failed") > 2
+
+
+@pytest.fixture
+def calibrated(
+    tmp_path: Path, certain: Model, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[float], Weave]]:
+    """Opens a knowledge base whose model lets `weave` through at some ratio, for all kinds of
+    questions; a moment without answers is a rest, and fewer questions are enough."""
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("kvweave.app.auto.self_calibration.REST_S", 0.1)
+    for module in ("gate", "own_evidence"):
+        monkeypatch.setattr(f"kvweave.calibrate.{module}.ENOUGH_QUESTIONS", LOOKS[0])
+    with ExitStack() as stack:
+
+        def open_at(ratio: float) -> Weave:
+            world = World(tmp_path / "kb", *certain)
+            world.calibrate(("weave", ratio, 0.01), kind="document", num_questions=250)
+            return stack.enter_context(opened(tmp_path / "kb", certain, BACKGROUND))
+
+        yield open_at
+
+
+def test_a_base_that_bears_less_recomputes_less_by_itself(
+    calibrated: Callable[[float], Weave],
+) -> None:
+    weave = calibrated(0.3)
+    weave.measure()
+    weave.ingest(*TEXTS)
+    time.sleep(0.5)
+    assert state_of(weave)[1:] == (0, LOOKS[-1], "weave", 0.3, ""), "its KV comes first"
+    with weave.runtime.client.answers.one():
+        weave.library.start()
+        assert weave.library.maker.wait(60.0)
+        time.sleep(0.5)
+        assert state_of(weave).asked == 0, "somebody is answered"
+    gate = weave._target.router.planner(weave.library.own)._growing
+    shape = PromptShape(1000, 5)
+    before = gate.min_ratio("weave", 0.02, shape)
+    assert (before.ratio, before.evidence) == (0.3, "250 document questions, 0 chunks")
+    until(lambda: state_of(weave).ratio == 0.15)
+    after = gate.min_ratio("weave", 0.02, shape)
+    assert (after.ratio, after.evidence[:16]) == (0.15, f"{LOOKS[0]} questions of ")
+    for other in (PromptShape(1000, 10), PromptShape(1000, 5, has_history=True)):
+        assert gate.min_ratio("weave", 0.02, other).ratio != 0.15, "none like it was asked"
+    (table,) = weave.library.kv.worth.evidence.tables()
+    works = [cell.work for cell in table.cells]
+    assert works == sorted(works), "the first way that is tried pays for nothing that others take"
+    assert calibration_of(weave).wait(10.0)
+    progress = weave.kv_progress()
+    assert progress is not None
+    assert progress.state == "ready"
+    assert "fused at 15%" in progress_text(progress)
+    view = quality_of(weave, over_library=True)
+    assert {line.strategy: line.ratio for line in view.gate}["weave"] == 0.15
+
+
+def test_nothing_is_asked_where_nothing_less_is_tried(
+    calibrated: Callable[[float], Weave],
+) -> None:
+    assert calibrated(0.15)._target.calibration is None
 
 
 def test_nothing_is_asked_where_that_was_switched_off(tmp_path: Path, certain: Model) -> None:

@@ -3,7 +3,8 @@ themselves give in the course of time, and how audits moved that.
 
 Tables of the model hold for all kinds of questions, so the worst kind decides. What its own
 documents prove (`calibrate/own_evidence.py`) holds for one knowledge base, and for prompts like
-those that were asked: there the least ratio passes that either of the two lets through.
+those that were asked: there the least ratio passes that either of the two lets through, the latter
+within half the bound.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
 from kvweave.app.auto.facts import CalibratedGate, counted_tokens
-from kvweave.calibrate.gate import Table, speaking_beside
+from kvweave.calibrate.gate import ELSEWHERE, Table, speaking_beside
 from kvweave.calibrate.own_evidence import OwnEvidence
 from kvweave.plan.plan import Gate, PromptShape, Verdict
 
@@ -33,7 +34,8 @@ class EvidencedGate:
         # made questions have no history
         if shape.has_history or not speaking_beside(self._made, self._tables, *size):
             return calibrated
-        found = self._evidenced.min_ratio(strategy, bound, shape)
+        held_to = ELSEWHERE * bound if self._tables else bound
+        found = self._evidenced.min_ratio(strategy, held_to, shape)
         if found.ratio is None:
             return calibrated
         return found if calibrated.ratio is None or found.ratio < calibrated.ratio else calibrated

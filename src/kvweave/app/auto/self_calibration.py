@@ -229,6 +229,9 @@ class SelfCalibration:
         full = self._answer(exact_request(prompt, *self._drawn(), use_tree=False))
         if full is None or not full.watched_ids:
             return None
+        # tables take the first chunk for exact; else the first way that is tried would pay for it
+        front = replace(prompt, chunks=prompt.chunks[:1], question=prompt.question[:1])
+        self._answer(exact_request(front, Sampling(max_tokens=1), (), use_tree=True))
         answer, thought = tuple(full.watched_ids), torch.stack(full.distributions)
         nll = judge(thought, thought, answer).nll
         facts = ModelFacts(self._evidence.subject.num_layers)

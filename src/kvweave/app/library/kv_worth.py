@@ -64,12 +64,14 @@ class KVWorth:
             encoder.context.codec,
         )
         digest = hashlib.blake2b(repr(subject).encode(), digest_size=6).hexdigest()
-        usual, allowed = BOUND if bound is None else bound, None
+        usual, tables = BOUND if bound is None else bound, tuple[Table, ...]()
         with suppress(ConfigError):  # said where it is asked or planned
-            allowed = self._find_allowed(self.find_tables(), usual)
+            tables = self.find_tables()
+        allowed = self._find_allowed(tables, usual)
         than = "" if allowed is None else f"-{allowed.strategy}-{allowed.ratio:g}"
         name = f"calibration-{digest}-{self.num_chunks}{than}.json"
-        self.evidence = OwnEvidence(subject, usual, kb.folder / KV_FOLDER / name, allowed)
+        path, is_beside = kb.folder / KV_FOLDER / name, bool(tables)
+        self.evidence = OwnEvidence(subject, usual, path, allowed, is_beside=is_beside)
 
     def begin_asking(self) -> None:
         """Have the documents asked about themselves, unless enough was asked: whether anything may
@@ -92,9 +94,9 @@ class KVWorth:
         for a profile that cannot be read."""
         evidence, tables = self.evidence, self.find_tables()
         found = evidence.tables()
-        made = speaking_beside(found, tables)
+        made, share = speaking_beside(found, tables), ELSEWHERE if tables else 1.0
         why = self.why_shut(tables, bound)
-        if why is None or evidence.is_asked or self._find_allowed(made, bound) is not None:
+        if why is None or evidence.is_asked or self._find_allowed(made, share * bound) is not None:
             return None
         return f"{self.why_shut(tables or found, bound)}: {evidence.state().why}" if found else why
 
