@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvweave.calibrate.measure import Outcome
 from kvweave.calibrate.own_evidence import (
     CANDIDATES,
     LOOKS,
+    NOISE_QUESTIONS,
     RATIOS,
     SCREEN_QUESTIONS,
     SCREEN_RATIO,
@@ -118,6 +120,48 @@ def test_fewer_rows_with_more_close_calls_are_not_taken() -> None:
         fill(evidence, 1, GOOD, best="weave", margin=margin)
     assert choose(evidence._table().cells, BOUND) is not None  # type: ignore[union-attr]
     assert evidence.tables() == ()
+
+
+def make_noise(evidence: OwnEvidence, noises: Iterable[float]) -> None:
+    for noise in noises:
+        assert evidence.next_settings() == ((), True), "everything recomputed, and no more"
+        evidence.add(AnsweredQuestion(1000, 5, 900, noise, {}))
+
+
+def test_lent_tables_count_once_rounding_is_surely_small(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    evidence = OwnEvidence(SUBJECT, BOUND, path, ALLOWED, is_beside=True, is_lent=True)
+    make_noise(evidence, [5e-4] * (NOISE_QUESTIONS - 1))
+    assert (evidence.is_rounding_small, evidence.allowed, evidence.look) == (False, None, 0)
+    assert evidence.state()[:5] == ("measuring", 23, 24 + 8 + 200, None, None)
+    make_noise(evidence, [5e-4])
+    assert (evidence.is_rounding_small, evidence.allowed) == (True, ALLOWED)
+    assert evidence.look > 0, "gates look anew"
+    assert evidence.state()[3:5] == ("weave", 0.35)
+    assert evidence.next_settings()[0][0] == ("weave", 0.15), "and perhaps less is enough"
+    again = OwnEvidence(SUBJECT, BOUND, path, ALLOWED, is_beside=True, is_lent=True)
+    assert (again.is_rounding_small, again.state()) == (True, evidence.state())
+
+
+@pytest.mark.parametrize(
+    ("noises", "state"),
+    [
+        ([0.003] * NOISE_QUESTIONS, "shut"),
+        ([math.nan] * NOISE_QUESTIONS, "shut"),
+        # on average a tenth of the bound is not reached; one question in eight says that more
+        # questions may well reach it: what is fused is measured by itself then
+        ([0.009, *[0.0006] * 7] * 3, "measuring"),
+    ],
+)
+def test_lent_tables_do_not_count_where_rounding_may_be_too_much(
+    noises: list[float], state: str
+) -> None:
+    evidence = OwnEvidence(SUBJECT, BOUND, None, ALLOWED, is_beside=True, is_lent=True)
+    make_noise(evidence, noises)
+    assert (evidence.is_rounding_small, evidence.allowed) == (False, None)
+    assert evidence.state().state == state
+    assert evidence.is_over == (state == "shut")
+    assert evidence.next_settings()[0][0] == (CANDIDATES[0], SCREEN_RATIO), "as without tables"
 
 
 def test_the_candidate_that_cost_least_in_the_screening_is_measured() -> None:

@@ -122,10 +122,15 @@ class Table:
         never seen the rare bad one. Below FEWEST_QUESTIONS there are none."""
         if self.num_questions < FEWEST_QUESTIONS:
             return ()
-        wider = math.sqrt(max(1.0, ENOUGH_QUESTIONS / self.num_questions))
-        if wider == 1.0:
+        if self.num_questions >= ENOUGH_QUESTIONS:
             return self.cells
-        return tuple(replace(c, kl_high=c.kl + wider * (c.kl_high - c.kl)) for c in self.cells)
+        count = self.num_questions
+        return tuple(replace(c, kl_high=widen(c.kl, c.kl_high, count)) for c in self.cells)
+
+
+def widen(mean: float, high: float, num_questions: int) -> float:
+    """Return the upper end of an interval that allows for few questions."""
+    return mean + math.sqrt(max(1.0, ENOUGH_QUESTIONS / num_questions)) * (high - mean)
 
 
 def deciding_tables(

@@ -5,6 +5,10 @@ no table speaks for its model, whether anything may be fused; else whether fewer
 here than for the worst of all kinds of questions. This is what it has found so far: it says which
 settings the next question tries, what the gate may make of the answers, and when enough were asked.
 
+    noise      of a half type whose weights have tables in float32: 24 questions, everything
+               recomputed. Where that is surely full prefill but for NOISE_SHARE of the bound, those
+               tables count. A table says what fused KV costs against full prefill of the same
+               decoder; rounding changes both alike, and what it adds to the difference is this
     screen     a few questions try every candidate at one ratio; the best is measured, the screening
                itself counts for nothing else. Left out where a strategy is let through already
     measure    looks after 24, 48, 100 and 200 questions; each gives a table for the gate
@@ -23,6 +27,9 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
+from kvweave.calibrate.bootstrap import Bootstrap
 from kvweave.calibrate.gate import (
     CLOSE_CALLS,
     ELSEWHERE,
@@ -31,6 +38,7 @@ from kvweave.calibrate.gate import (
     Cell,
     Table,
     choose,
+    widen,
 )
 from kvweave.calibrate.measure import NOISE_SHARE, CaseOutcomes, Outcome, Setting
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
@@ -106,18 +114,25 @@ class OwnEvidence:
         allowed: Cell | None = None,
         *,
         is_beside: bool = False,
+        is_lent: bool = False,
     ) -> None:
         """`bound` in nats per token is what it is measured for. `path`: where answers are kept;
         those of another subject that lie there are replaced. None: nowhere. `allowed`: what is let
         through without it; then only less of that strategy is tried. `is_beside`: tables of the
-        model speak as well, so that its own are held to what `gate.speaking_beside` says."""
+        model speak as well, so that its own are held to what `gate.speaking_beside` says. Of both
+        nothing holds where those tables are lent (`is_lent`), until rounding was measured."""
         self.subject = subject
         self.bound = bound
-        self.allowed = allowed
-        self._held_to = ELSEWHERE * bound if is_beside else bound
+        self._allowed = allowed
+        self._is_beside = is_beside
+        self._is_lent = is_lent
+        # Whether tables of the same weights in float32 count: they need not, or the first stage has
+        # shown that rounding surely costs no more than NOISE_SHARE of the bound.
+        self.is_rounding_small = not is_lent
         self.is_asked = False  # whether somebody adds to it; who does says so
         self._path = path
         self._lock = threading.Lock()  # guards the rest
+        self._noisy: list[AnsweredQuestion] = []  # of the first stage
         self._screened: list[AnsweredQuestion] = []
         self._answered: list[AnsweredQuestion] = []
         self._by_look: dict[int, Table] = {}
@@ -128,15 +143,21 @@ class OwnEvidence:
 
     @property
     def look(self) -> int:
-        """Questions of the last look, 0 before the first. A new look is a new table."""
+        """Questions of the last look, 0 before the first. A new look is a new table, or lent ones
+        that count."""
         with self._lock:
-            return self._look()
+            return self._look() + (NOISE_QUESTIONS if self.is_rounding_small else 0)
+
+    @property
+    def allowed(self) -> Cell | None:
+        """What is let through without it."""
+        return self._allowed if self.is_rounding_small else None
 
     @property
     def num_answered(self) -> int:
         """Questions that were answered, with those of the screening."""
         with self._lock:
-            return len(self._screened) + len(self._answered)
+            return len(self._noisy) + len(self._screened) + len(self._answered)
 
     def tables(self) -> tuple[Table, ...]:
         """The table of the last look; none before the first, nor where rounding alone makes too
@@ -156,18 +177,20 @@ class OwnEvidence:
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be asked."""
+        if self._is_in_noise:
+            return False
         state = self.state()
         return not self._settings() or (state.state != "measuring" and not self._may_narrow())
 
     def state(self) -> EvidenceState:
         """How far it is, and what the gate would make of it."""
         table, asked, allowed = self._table(), self.num_answered, self.allowed
-        most = self._num_screening + LOOKS[-1]
+        most = NOISE_QUESTIONS * self._is_lent + self._num_screening + LOOKS[-1]
         cell = None if table is None else self._find_proven(table)
         if cell is not None:
             return EvidenceState("open", asked, most, cell.strategy, cell.ratio, "")
         name, ratio = (None, None) if allowed is None else (allowed.strategy, allowed.ratio)
-        why = None if table is None else self._why_hopeless(table)
+        why = self._why_hopeless(table)
         if why is None and table is not None and table.num_questions >= LOOKS[-1]:
             why = f"it is not surely within {self._held_to:g} nats per token"
         if why is None:
@@ -177,23 +200,46 @@ class OwnEvidence:
     def next_settings(self) -> tuple[tuple[SettingName, ...], bool]:
         """What the next question tries, and whether everything is recomputed for it as well."""
         with self._lock:
+            if self._is_in_noise:
+                return (), True
             if len(self._screened) < self._num_screening:
                 return tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES), False
             # what is let through already was calibrated in this precision
-            checks_noise = self.allowed is None and len(self._answered) < NOISE_QUESTIONS
+            is_new = self.allowed is None and not self._is_lent
+            checks_noise = is_new and len(self._answered) < NOISE_QUESTIONS
             return self._settings(), checks_noise
 
     def add(self, answered: AnsweredQuestion) -> None:
         """Take in the answers to one question, with the settings that `next_settings` named."""
         with self._lock:
-            is_screening = len(self._screened) < self._num_screening
-            (self._screened if is_screening else self._answered).append(answered)
+            stage = self._answered
+            if self._is_in_noise:
+                stage = self._noisy
+            elif len(self._screened) < self._num_screening:
+                stage = self._screened
+            stage.append(answered)
+            self._judge_rounding()
             self._write()
 
     # ---- the judgement
 
+    def _judge_rounding(self) -> None:
+        if self._is_lent and len(self._noisy) == NOISE_QUESTIONS:
+            noises = np.array([each.noise for each in self._noisy])
+            found = Bootstrap(len(noises)).mean(noises)
+            high = widen(found.mean, found.high, len(noises))
+            self.is_rounding_small = bool(high <= NOISE_SHARE * self.bound)  # a NaN is not
+
     def _look(self) -> int:
         return max((look for look in LOOKS if look <= len(self._answered)), default=0)
+
+    @property
+    def _is_in_noise(self) -> bool:
+        return self._is_lent and len(self._noisy) < NOISE_QUESTIONS
+
+    @property
+    def _held_to(self) -> float:
+        return ELSEWHERE * self.bound if self._is_beside and self.is_rounding_small else self.bound
 
     @property
     def _num_screening(self) -> int:
@@ -252,7 +298,8 @@ class OwnEvidence:
     def _mean_noise(self) -> float:
         """Mean KL with everything recomputed: what rounding alone makes."""
         with self._lock:
-            noises = [each.noise for each in self._answered if each.noise is not None]
+            every = (*self._noisy, *self._answered)
+            noises = [each.noise for each in every if each.noise is not None]
         return sum(noises) / max(1, len(noises))
 
     def _is_precise(self) -> bool:
@@ -281,11 +328,13 @@ class OwnEvidence:
             _is_hopeless(each, table.num_questions, self._held_to) for each in less
         )
 
-    def _why_hopeless(self, table: Table) -> str | None:
+    def _why_hopeless(self, table: Table | None) -> str | None:
         """Why no cell can come within the bound with more questions; None: one can."""
-        if not self._is_precise():
+        if (table is not None or not self._is_in_noise) and not self._is_precise():
             return f"rounding alone costs {self._mean_noise():.2g} nats per token"
-        if not all(_is_hopeless(cell, table.num_questions, self._held_to) for cell in table.cells):
+        if table is None or not all(
+            _is_hopeless(cell, table.num_questions, self._held_to) for cell in table.cells
+        ):
             return None
         best = min(table.cells, key=lambda cell: cell.kl)
         if best.work >= 1.0:
@@ -299,8 +348,11 @@ class OwnEvidence:
             found = json.loads(path.read_text("utf-8"))
             if found["format"] != FORMAT or found["subject"] != _subject_line(self.subject):
                 return
-            screened, answered = map(_parse, found["screened"]), map(_parse, found["answered"])
-            self._screened, self._answered = list(screened), list(answered)
+            # lent tables may have come with another version: then there was no such stage
+            self._noisy = [_parse(each) for each in found.get("noise", ())]
+            self._judge_rounding()
+            self._screened = [_parse(each) for each in found["screened"]]
+            self._answered = [_parse(each) for each in found["answered"]]
             settings = set(self._settings())
             if not all(settings <= each.outcomes.keys() for each in self._answered):
                 raise ValueError("other settings were tried")
@@ -308,7 +360,8 @@ class OwnEvidence:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s cannot be read, and is measured again: %s", path.name, error)
-            self._screened, self._answered = [], []
+            self._noisy, self._screened, self._answered = [], [], []
+            self.is_rounding_small = not self._is_lent
 
     def _write(self) -> None:
         """Lock is held. What cannot be written is measured again after a restart."""
@@ -317,6 +370,7 @@ class OwnEvidence:
         document = {
             "format": FORMAT,
             "subject": _subject_line(self.subject),
+            "noise": [_dump(each) for each in self._noisy],
             "screened": [_dump(each) for each in self._screened],
             "answered": [_dump(each) for each in self._answered],
         }

@@ -13,8 +13,13 @@ from kvweave import Weave
 from kvweave.app.auto.self_calibration import SelfCalibration
 from kvweave.app.libraries.quality_view import quality_of
 from kvweave.app.library.library_kv import BackgroundKV
-from kvweave.app.weave import Sampling
-from kvweave.calibrate.own_evidence import LOOKS, SCREEN_QUESTIONS, EvidenceState
+from kvweave.app.weave import BOUND, Sampling
+from kvweave.calibrate.own_evidence import (
+    LOOKS,
+    NOISE_QUESTIONS,
+    SCREEN_QUESTIONS,
+    EvidenceState,
+)
 from kvweave.cli.tables import progress_text
 from kvweave.model.load import load_decoder
 from kvweave.plan.plan import PromptShape
@@ -27,23 +32,25 @@ from worlds.tiny_corpus import make_text
 from worlds.tiny_models import make_chat_model_folder
 
 TEXTS = [(f"Note {i}", make_text(24, seed=i)) for i in range(40)]
-BACKGROUND = BackgroundKV(bound=0.02, calibrates=True)
+BACKGROUND = BackgroundKV(bound=BOUND, calibrates=True)
 GREEDY = Sampling(max_tokens=4)
 
 
-def make_model(folder: Path, *, is_certain: bool) -> Model:
-    """A tiny model. One that is certain hardly looks at what it has read, and has clear favourites:
-    reuse costs it next to nothing. The other has none: all its first tokens are close calls."""
+def make_folder(folder: Path, *, attention: float = 1.0, logits: float = 1.0) -> Path:
+    """A tiny model, with what attention gives and its logits made so many times as large."""
     made = make_chat_model_folder(folder, max_position_embeddings=4096)
-    if is_certain:
-        weights = load_file(made / "model.safetensors")
-        for name, weight in weights.items():
-            if "o_proj" in name:
-                weights[name] = weight * 1e-3
-            if "lm_head" in name:
-                weights[name] = weight * 300.0
-        save_file(weights, made / "model.safetensors", {"format": "pt"})
-    return load_decoder(made, device="cpu"), Tokenizer(made)
+    weights = load_file(made / "model.safetensors")
+    for name, weight in weights.items():
+        if "o_proj" in name:
+            weights[name] = weight * attention
+        if "lm_head" in name:
+            weights[name] = weight * logits
+    save_file(weights, made / "model.safetensors", {"format": "pt"})
+    return made
+
+
+def load_model(folder: Path, dtype: str = "float32") -> Model:
+    return load_decoder(folder, device="cpu", dtype=dtype), Tokenizer(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +61,16 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def certain(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_model(tmp_path_factory.mktemp("certain"), is_certain=True)
+    """It hardly looks at what it has read, and has clear favourites: reuse costs it next to
+    nothing."""
+    folder = tmp_path_factory.mktemp("certain")
+    return load_model(make_folder(folder, attention=1e-3, logits=300.0))
 
 
 @pytest.fixture(scope="module")
 def uncertain(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return make_model(tmp_path_factory.mktemp("uncertain"), is_certain=False)
+    """It has no favourites: all its first tokens are close calls."""
+    return load_model(make_folder(tmp_path_factory.mktemp("uncertain")))
 
 
 def state_of(weave: Weave) -> EvidenceState:
@@ -211,6 +222,66 @@ def test_a_base_that_bears_less_recomputes_less_by_itself(
     assert "fused at 15%" in progress_text(progress)
     view = quality_of(weave, over_library=True)
     assert {line.strategy: line.ratio for line in view.gate}["weave"] == 0.15
+
+
+@pytest.fixture
+def in_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Weave]]:
+    """Opens a knowledge base of a model in bfloat16, with logits so many times as large, whose
+    weights have a table in float32."""
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "home"))
+    with ExitStack() as stack:
+
+        def open_with(logits: float) -> Weave:
+            folder = make_folder(tmp_path / "model", logits=logits)
+            exact, half = load_model(folder), load_model(folder, "bfloat16")
+            World(tmp_path / "kb", *exact).calibrate(
+                ("weave", 0.3, 0.01), kind="document", num_questions=250
+            )
+            World(tmp_path / "kb", *half).set_machine()
+            weave = stack.enter_context(opened(tmp_path / "kb", half, BACKGROUND))
+            weave.ingest(*TEXTS)
+            weave.library.start()
+            return weave
+
+        yield open_with
+
+
+def test_tables_in_float32_count_for_a_half_type_once_its_rounding_was_measured(
+    in_half: Callable[[float], Weave],
+) -> None:
+    weave = in_half(1.0)
+    first = weave.ask("How do I drain a node?", reuse="auto", sampling=GREEDY)
+    assert first.explain is not None
+    assert first.explain.why == Reason.CALIBRATING
+    evidence = weave.library.kv.worth.evidence
+    until(lambda: evidence.is_rounding_small)
+    assert state_of(weave).asked >= NOISE_QUESTIONS
+    assert state_of(weave)[3:] == ("weave", 0.3, "")
+    assert weave.library.maker.wait(60.0)
+    fused = 0
+    for question in (text[:40] for _, text in TEXTS[20:26]):
+        answer = weave.ask(question, reuse="auto", sampling=GREEDY)
+        assert answer.explain is not None
+        assert answer.decision is not None
+        if answer.explain.strategy == "weave":
+            assert answer.explain.ratio == 0.3
+            assert answer.decision.plan.evidence == "250 document questions, 0 chunks"
+            fused += 1
+    assert fused >= 3, "others have come back, and are exact"
+
+
+def test_tables_in_float32_do_not_count_where_rounding_costs_too_much(
+    in_half: Callable[[float], Weave],
+) -> None:
+    weave = in_half(100.0)
+    assert calibration_of(weave).wait(120.0)
+    state = state_of(weave)
+    assert (state.state, state.asked, state.ratio) == ("shut", NOISE_QUESTIONS, None)
+    assert "rounding alone" in state.why
+    until(lambda: (p := weave.kv_progress()) is not None and p.state == "unused")
+    answer = weave.ask("How do I drain a node?", reuse="auto", sampling=GREEDY)
+    assert answer.explain is not None
+    assert answer.explain.ratio == 0.0
 
 
 def test_nothing_is_asked_where_nothing_less_is_tried(

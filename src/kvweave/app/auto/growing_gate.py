@@ -14,6 +14,7 @@ from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
 from kvweave.app.auto.facts import CalibratedGate, counted_tokens
 from kvweave.calibrate.gate import ELSEWHERE, Table, speaking_beside
 from kvweave.calibrate.own_evidence import OwnEvidence
+from kvweave.calibrate.profiles import DecoderTables
 from kvweave.plan.plan import Gate, PromptShape, Verdict
 
 
@@ -49,13 +50,13 @@ class GrowingGate:
 
     def __init__(
         self,
-        tables: Sequence[Table],
+        tables: DecoderTables,
         evidence: OwnEvidence | None,
         preamble: str,
         audited: AuditLog,
     ) -> None:
-        """`tables` are of this very decoder and encoding context; `preamble` is the digest of what
-        stands in front of all chunks."""
+        """`tables` are of this encoding context; `preamble` is the digest of what stands in front
+        of all chunks."""
         self._tables = tables
         self._evidence = evidence
         self._preamble = preamble
@@ -82,9 +83,12 @@ class GrowingGate:
         look = 0 if self._evidence is None else self._evidence.look
         made = self._made
         if made is None or made[0] != look:
-            own = () if self._evidence is None else self._evidence.tables()
-            tables = (*self._tables, *own)
-            evidenced = EvidencedGate(self._tables, own, self._preamble)
+            found = self._evidence
+            is_precise = found is not None and found.is_rounding_small
+            calibrated = self._tables.that_count(is_precise=is_precise)
+            own = () if found is None else found.tables()
+            tables = (*calibrated, *own)
+            evidenced = EvidencedGate(calibrated, own, self._preamble)
             gate = AuditedGate(evidenced, measured_ratios(tables), self._audited)
             made = self._made = look, gate, bool(tables)
         return made

@@ -100,7 +100,8 @@ def _tables(weave: LocalModel, over_library: bool) -> tuple[tuple[Table, ...], t
         return tuple(table for table in profile.calibration if table.revision == revision), ()
     encoder = weave.library.encoder
     preamble = digest_ids(encoder.preamble_ids)
-    return profile.tables(revision, encoder.encoding_context, preamble), made
+    found = profile.tables_for(weave.runtime.decoder, encoder.encoding_context, preamble)
+    return found.that_count(is_precise=weave.library.kv.worth.evidence.is_rounding_small), made
 
 
 def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]) -> GateLine:

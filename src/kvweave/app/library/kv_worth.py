@@ -20,7 +20,7 @@ from kvweave.calibrate.gate import (
     worst_cells,
 )
 from kvweave.calibrate.own_evidence import EvidenceState, EvidenceSubject, OwnEvidence
-from kvweave.calibrate.profiles import find_profile
+from kvweave.calibrate.profiles import DecoderTables, find_profile
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
@@ -49,7 +49,7 @@ class KVWorth:
         """`encoder` makes it with `decoder`. `num_chunks` are what a question finds, `bound` is
         what it may cost in nats per token; None: the usual."""
         self.num_chunks = max(FEWEST_FUSED, num_chunks)
-        self._calibrated_as = decoder.calibrated_as
+        self._decoder = decoder
         self._is_permitted = decoder.weights.is_random  # for load tests: it is always used
         self._tokenizer = tokenizer
         self._context = encoder.encoding_context
@@ -64,14 +64,21 @@ class KVWorth:
             encoder.context.codec,
         )
         digest = hashlib.blake2b(repr(subject).encode(), digest_size=6).hexdigest()
-        usual, tables = BOUND if bound is None else bound, tuple[Table, ...]()
+        usual, found = BOUND if bound is None else bound, DecoderTables()
         with suppress(ConfigError):  # said where it is asked or planned
-            tables = self.find_tables()
+            found = self._find_measured()
+        tables, is_lent = found.that_count(is_precise=True), bool(found.lent)
         allowed = self._find_allowed(tables, usual)
         than = "" if allowed is None else f"-{allowed.strategy}-{allowed.ratio:g}"
         name = f"calibration-{digest}-{self.num_chunks}{than}.json"
-        path, is_beside = kb.folder / KV_FOLDER / name, bool(tables)
-        self.evidence = OwnEvidence(subject, usual, path, allowed, is_beside=is_beside)
+        self.evidence = OwnEvidence(
+            subject,
+            usual,
+            kb.folder / KV_FOLDER / name,
+            allowed,
+            is_beside=bool(tables),
+            is_lent=is_lent,
+        )
 
     def begin_asking(self) -> None:
         """Have the documents asked about themselves, unless enough was asked: whether anything may
@@ -98,7 +105,8 @@ class KVWorth:
         why = self.why_shut(tables, bound)
         if why is None or evidence.is_asked or self._find_allowed(made, share * bound) is not None:
             return None
-        return f"{self.why_shut(tables or found, bound)}: {evidence.state().why}" if found else why
+        found_out = evidence.state().why
+        return f"{self.why_shut(tables or found, bound)}: {found_out}" if found_out else why
 
     def state(self) -> EvidenceState | None:
         """How far the documents were asked about themselves; None: they never were. It is open
@@ -117,11 +125,14 @@ class KVWorth:
     def find_tables(self) -> tuple[Table, ...]:
         """What the profile of the model has of it. Raises ConfigError for one that cannot be
         read."""
-        calibrated = self._calibrated_as
-        profile = find_profile(calibrated.fingerprint, self._tokenizer.fingerprint)
+        return self._find_measured().that_count(is_precise=self.evidence.is_rounding_small)
+
+    def _find_measured(self) -> DecoderTables:
+        weights = self._decoder.calibrated_as.fingerprint
+        profile = find_profile(weights, self._tokenizer.fingerprint)
         if profile is None:
-            return ()
-        return profile.tables(calibrated.revision, self._context, self._preamble)
+            return DecoderTables()
+        return profile.tables_for(self._decoder, self._context, self._preamble)
 
     def why_shut(self, tables: Sequence[Table], bound: float) -> str | None:
         """Why these tables let nothing be fused; None: they do, at least where nothing was said
