@@ -1,5 +1,4 @@
-"""Does a base that is asked easy questions get by with fewer rows by itself, and is what real
-questions lose then within the bound?
+"""Does a base that bears less recompute less by itself, with real questions within the bound?
 
 Two knowledge bases, of passages of NQ (`easy`) and of HotpotQA (`hard`), each with defaults: real
 questions first, at the ratio that the packaged tables let through (`before`, the baseline). Then
