@@ -599,6 +599,27 @@ SHOWN = (
         (Figure("n", "requests until corrected", lambda r: str(r["requests_until_corrected"])),),
     ),
     Result(
+        "own_evidence-cpu",
+        code("app/auto", "calibrate"),
+        (
+            Figure(
+                "ratio",
+                "recomputed before / after its own questions, by base",
+                lambda r: listed(
+                    [
+                        f"{base}: {found['ratio_before']:.0%} / {found['ratio_after']:.0%}"
+                        for base, found in r["bases"].items()
+                    ]
+                ).replace("%", " %"),
+            ),
+            Figure(
+                "kl",
+                "nats per token that real questions lose then, by base",
+                lambda r: listed([f"{found['after']['kl']:.4f}" for found in r["bases"].values()]),
+            ),
+        ),
+    ),
+    Result(
         "prefill-cpu",
         code(*CPU),
         (

@@ -260,7 +260,7 @@ class QualitySettings(ConfigSection):
     )
     audit_share: Share = 0.05  # of fused answers, computed exactly in idle time; 0: none
     audit_per_minute: Count0 = 30  # audits at most, of each knowledge base
-    # a server asks documents about themselves in idle time where nothing speaks for its model
+    # a server asks documents in idle time whether they may be fused, or whether less is enough
     calibrate: bool = True
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvweave.app.auto.facts import CalibratedGate
+from kvweave.app.auto.growing_gate import EvidencedGate
 from kvweave.calibrate import gate as gate_module
 from kvweave.calibrate.gate import (
     ENOUGH_QUESTIONS,
@@ -19,7 +20,7 @@ from kvweave.calibrate.gate import (
     worst_cells,
 )
 from kvweave.calibrate.profiles import load_profile
-from kvweave.plan.plan import PromptShape
+from kvweave.plan.plan import PromptShape, Verdict
 from kvweave.reasons import Reason
 
 PACKAGED = Path(gate_module.__file__).parent / "packaged"
@@ -126,6 +127,44 @@ def test_enough_questions_of_the_user_decide_alone() -> None:
     few = make_table("own", *ratios(0.001, 0.001), num_questions=ENOUGH_QUESTIONS - 1)
     assert verdict(hard, few) == 0.2
     assert deciding_tables([hard, few]) == (hard, few)
+
+
+def test_own_questions_decide_alone_on_prompts_like_theirs_and_have_a_say_on_others() -> None:
+    hard = replace(make_table("hard", *ratios(0.03, 0.015)), mean_chunks=20.0)
+    mine = make_table("own", *ratios(0.01, 0.01), num_questions=ENOUGH_QUESTIONS)
+    assert verdict(hard, mine, shape=PromptShape(1000, 5)) == 0.1
+    assert verdict(hard, mine, shape=PromptShape(1000, 10)) == 0.2, "ten chunks were never asked"
+    assert verdict(hard, mine, shape=PromptShape(3001, 5)) == 0.2, "nor was so long a prompt"
+    bad = replace(mine, cells=tuple(ratios(0.03, 0.03)))
+    assert verdict(hard, bad, shape=PromptShape(1000, 10)) is None, "what failed with fewer fails"
+    assert verdict(mine, shape=PromptShape(1000, 10)) == 0.1, "nothing else is known"
+
+
+def evidenced(*made: Table, shape: PromptShape, bound: float = 0.02) -> Verdict:
+    """The gate of a model whose tables let 0.2 through, beside what was `made` of documents."""
+    hard = replace(make_table("hard", *ratios(0.03, 0.015)), mean_chunks=20.0)
+    talk = make_table("talk", *ratios(0.03, 0.015))
+    return EvidencedGate((hard, talk), made, "p").min_ratio("weave", bound, shape)
+
+
+def test_documents_asked_about_themselves_lower_the_ratio_of_prompts_like_theirs() -> None:
+    made = make_table("own", *ratios(0.01), num_questions=ENOUGH_QUESTIONS)
+    found = evidenced(made, shape=SHAPE)
+    assert (found.ratio, found.evidence) == (0.1, "100 questions of your own (q.txt)")
+    for other in (PromptShape(1000, 10), PromptShape(3001, 5), TALK):
+        assert evidenced(made, shape=other) == evidenced(shape=other), "they say nothing of it"
+    few = replace(made, num_questions=ENOUGH_QUESTIONS - 1)
+    assert evidenced(few, shape=SHAPE).ratio == 0.2
+    assert evidenced(made, shape=SHAPE, bound=0.001) == evidenced(shape=SHAPE, bound=0.001)
+    bad = replace(made, cells=tuple(ratios(0.03)))
+    assert evidenced(bad, shape=SHAPE).ratio == 0.2, "what was proven stays"
+
+
+def test_the_evidence_is_that_of_the_kind_that_decides() -> None:
+    easy = make_table("easy", *ratios(0.01), num_questions=250)
+    hard = make_table("hard", *ratios(0.015), num_questions=120)
+    gate = CalibratedGate((easy, hard), "p")
+    assert gate.min_ratio("weave", 0.02, SHAPE).evidence == "120 hard questions, 5 chunks"
 
 
 def test_few_questions_open_the_gate_only_where_they_are_clearly_inside() -> None:

@@ -25,6 +25,7 @@ from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
+from worlds.tiny_corpus import make_text
 
 FACTS = ModelFacts(3, (1, 2))
 SETTINGS = [
@@ -220,3 +221,37 @@ def test_float32_is_calibrated_to_any_bound(
 def test_another_question_is_another_hash(cases: list[Case]) -> None:
     assert hash_cases(cases) == hash_cases(list(cases))
     assert hash_cases(cases) != hash_cases(cases[:1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_type_loses_by_fusing_what_float32_loses(
+    chat_model_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """Tables in float32 speak for it (`own_evidence.py`). Of first tokens, because a model without
+    favourites goes on otherwise where numbers are rounded otherwise."""
+    monkeypatch.setattr(measuring, "MAX_ANSWER_TOKENS", 1)
+    asked = "how do I drain node {}?"
+    cases = [
+        make_case(
+            tokenizer,
+            QuestionRecord(
+                asked.format(n),
+                (),
+                tuple(Passage(make_text(8, seed=10 * n + i), "A note") for i in range(3)),
+            ),
+        )
+        for n in range(4)
+    ]
+
+    def loss(dtype: str) -> list[float]:
+        decoder = load_decoder(chat_model_folder, device="cpu", dtype=dtype)
+        isolated = FixedContext(
+            decoder, ContextPrefixes(decoder), "isolated", (), repeat_ids(tokenizer)
+        )
+        setting = Setting(open_strategy("weave", FACTS), 0.3)
+        found = measure(decoder, tokenizer, cases, [isolated], [setting], bound=1.0)
+        return [each.outcomes["isolated"][0].judged.kl_mean for each in found]
+
+    exact = loss("float32")
+    assert min(exact) > 1e-3, "fusing costs something"
+    assert sum(loss(dtype)) == pytest.approx(sum(exact), rel=0.1)

@@ -16,7 +16,7 @@ from kvweave.app.library.kv_behind import PreambleKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
-from kvweave.calibrate.gate import Cell, Table
+from kvweave.calibrate.gate import OWN, Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
@@ -72,6 +72,7 @@ class World:
         filler: tuple[int, ...] | None = None,
         preamble: tuple[int, ...] | None = None,
         num_fillers: int = 1,
+        kind: str = OWN,
     ) -> None:
         """Write a table of (strategy, ratio, KL), behind the world's own filler and preamble."""
         variant = Variant("filler", num_fillers)
@@ -94,6 +95,7 @@ class World:
             full_f1=None,
             full_em=None,
             cells=tuple(make_cell(*cell) for cell in cells),
+            kind=kind,
         )
         weights = self.decoder.weights.fingerprint
         profile = Profile("tiny", weights, self.tokenizer.fingerprint, calibration=(table,))

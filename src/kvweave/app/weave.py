@@ -563,4 +563,4 @@ def _gauge(progress: "KVProgress | None", metrics: Metrics) -> None:
         calibration = progress.calibration
         if calibration is not None:
             metrics.gauge("kv_calibration_questions", calibration.asked)
-            metrics.gauge("kv_calibration_open", calibration.state == "open")
+            metrics.gauge("kv_calibration_open", calibration.ratio is not None)

@@ -21,7 +21,10 @@ MAX_FLIPS = 0.02  # share of questions whose first token may change
 CLOSE_CALLS = (0.2, 0.25, 0.3)
 ENOUGH_QUESTIONS = 100  # with fewer, intervals are too narrow for what they claim
 FEWEST_QUESTIONS = 20  # with fewer there is no interval worth its name
-ELSEWHERE = 0.5  # of the bound for what was measured behind another system prompt, or no history
+# of the bound for what was measured behind another system prompt, or no history, or on questions
+# that were made from documents where it says more than tables do: what people ask the same
+# documents was measured to cost 1.4 times as much (bench/own_evidence.py)
+ELSEWHERE = 0.5
 # Up to here the length of a prompt was measured not to matter (its correlation with KL is below 0.2
 # in all of eleven sets); beyond, only lengths that were measured pass.
 LENGTH_MATTERS = 4096  # tokens
@@ -95,6 +98,18 @@ class Table:
         """Tokens of a prompt that it speaks for; without end if it does not know its own."""
         return LONGER * self.most_prompt_tokens or math.inf
 
+    def covers(self, num_chunks: int, num_tokens: int = 0) -> bool:
+        """Whether its prompts had as many chunks as that, and were about as long."""
+        has_chunks = self.num_chunks >= num_chunks or not self.mean_chunks  # 0: not known
+        return has_chunks and self.longest_covered >= num_tokens
+
+    @property
+    def words(self) -> str:
+        """What was asked, for people."""
+        if self.kind == OWN:
+            return f"{self.num_questions} questions of your own ({self.data})"
+        return f"{self.num_questions} {self.kind} questions, {round(self.mean_chunks)} chunks"
+
     @property
     def subject(self) -> tuple[str, int]:
         """What it speaks of: a kind of questions at some number of chunks. What a user asked is one
@@ -107,17 +122,43 @@ class Table:
         never seen the rare bad one. Below FEWEST_QUESTIONS there are none."""
         if self.num_questions < FEWEST_QUESTIONS:
             return ()
-        wider = math.sqrt(max(1.0, ENOUGH_QUESTIONS / self.num_questions))
-        if wider == 1.0:
+        if self.num_questions >= ENOUGH_QUESTIONS:
             return self.cells
-        return tuple(replace(c, kl_high=c.kl + wider * (c.kl_high - c.kl)) for c in self.cells)
+        count = self.num_questions
+        return tuple(replace(c, kl_high=widen(c.kl, c.kl_high, count)) for c in self.cells)
 
 
-def deciding_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables that have a say: the user's own alone where they asked enough, else all of
-    them."""
-    enough = [t for t in tables if t.kind == OWN and t.num_questions >= ENOUGH_QUESTIONS]
+def widen(mean: float, high: float, num_questions: int) -> float:
+    """Return the upper end of an interval that allows for few questions."""
+    return mean + math.sqrt(max(1.0, ENOUGH_QUESTIONS / num_questions)) * (high - mean)
+
+
+def deciding_tables(
+    tables: Sequence[Table], num_chunks: int = 0, num_tokens: int = 0
+) -> tuple[Table, ...]:
+    """Return the tables that have a say on prompts of so many chunks and tokens: the user's own
+    alone where they asked enough and had such prompts, else all of them."""
+    enough = [
+        t
+        for t in tables
+        if t.kind == OWN
+        and t.num_questions >= ENOUGH_QUESTIONS
+        and t.covers(num_chunks, num_tokens)
+    ]
     return tuple(enough or tables)
+
+
+def speaking_beside(
+    made: Iterable[Table], tables: Sequence[Table], num_chunks: int = 0, num_tokens: int = 0
+) -> tuple[Table, ...]:
+    """Return those of `made`, from a knowledge base's own documents, that prove something by
+    themselves on prompts of so many chunks and tokens, where `tables` were measured of the model:
+    where there are none, all of them. Beside tables they are held to ELSEWHERE of the bound."""
+    return tuple(
+        t
+        for t in made
+        if not tables or (t.num_questions >= ENOUGH_QUESTIONS and t.covers(num_chunks, num_tokens))
+    )
 
 
 def tables_for_size(
@@ -136,7 +177,7 @@ def tables_for_size(
     for found in by_kind.values():
         for table in found:
             speaking.append(table)
-            if table.num_chunks >= num_chunks and table.longest_covered >= num_tokens:
+            if table.covers(num_chunks, num_tokens):
                 break
     return tuple(speaking)
 

@@ -1,16 +1,21 @@
 """What fusing costs on the documents of one knowledge base, question by question.
 
-Where no table speaks for a model, a server asks its documents about themselves in idle time
-(`app/auto/self_calibration.py`). This is what it has found so far: it says which settings the next
-question tries, what the gate may make of the answers, and when enough were asked.
+A server asks its documents about themselves in idle time (`app/auto/self_calibration.py`): where
+no table speaks for its model, whether anything may be fused; else whether fewer rows are enough
+here than for the worst of all kinds of questions. This is what it has found so far: it says which
+settings the next question tries, what the gate may make of the answers, and when enough were asked.
 
+    noise      of a half type whose weights have tables in float32: 24 questions, everything
+               recomputed. Where that is surely full prefill but for NOISE_SHARE of the bound, those
+               tables count. A table says what fused KV costs against full prefill of the same
+               decoder; rounding changes both alike, and what it adds to the difference is this
     screen     a few questions try every candidate at one ratio; the best is measured, the screening
-               itself counts for nothing else
+               itself counts for nothing else. Left out where a strategy is let through already
     measure    looks after 24, 48, 100 and 200 questions; each gives a table for the gate
 
 Few questions open the gate only for what is clearly within the bound (`Table.widen_intervals`);
-from 100 on the table decides alone, before those that came with the model. It ends early where no
-cell can come within the bound any more.
+beside tables that came with the model 100 are needed. It ends early where no cell, or none that is
+cheaper, can come within the bound any more.
 """
 
 import json
@@ -18,11 +23,23 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from kvweave.calibrate.gate import CLOSE_CALLS, ENOUGH_QUESTIONS, MAX_FLIPS, Cell, Table, choose
+import numpy as np
+
+from kvweave.calibrate.bootstrap import Bootstrap
+from kvweave.calibrate.gate import (
+    CLOSE_CALLS,
+    ELSEWHERE,
+    ENOUGH_QUESTIONS,
+    MAX_FLIPS,
+    Cell,
+    Table,
+    choose,
+    widen,
+)
 from kvweave.calibrate.measure import NOISE_SHARE, CaseOutcomes, Outcome, Setting
 from kvweave.calibrate.tabulate import TableOrigin, tabulate
 from kvweave.calibrate.trials import TrialScore
@@ -63,12 +80,14 @@ class AnsweredQuestion(NamedTuple):
 class EvidenceState(NamedTuple):
     """How far the questions are, for people."""
 
+    # measuring: nothing was found yet, open: the gate lets something through by what was found, or
+    # by what it had before
     state: Literal["measuring", "open", "shut"]
     asked: int  # questions, with those of the screening
     most: int  # that are asked, unless it ends early
     strategy: str | None  # that the gate lets through so far, at its least ratio; None: none
     ratio: float | None
-    why: str  # it is shut
+    why: str  # it is shut, or why no less than before is enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +106,33 @@ class EvidenceSubject:
 class OwnEvidence:
     """The answers so far, kept in a file. Any thread; one adds."""
 
-    def __init__(self, subject: EvidenceSubject, bound: float, path: Path | None = None) -> None:
+    def __init__(
+        self,
+        subject: EvidenceSubject,
+        bound: float,
+        path: Path | None = None,
+        allowed: Cell | None = None,
+        *,
+        is_beside: bool = False,
+        is_lent: bool = False,
+    ) -> None:
         """`bound` in nats per token is what it is measured for. `path`: where answers are kept;
-        those of another subject that lie there are replaced. None: nowhere."""
+        those of another subject that lie there are replaced. None: nowhere. `allowed`: what is let
+        through without it; then only less of that strategy is tried. `is_beside`: tables of the
+        model speak as well, so that its own are held to what `gate.speaking_beside` says. Of both
+        nothing holds where those tables are lent (`is_lent`), until rounding was measured."""
         self.subject = subject
         self.bound = bound
+        self._allowed = allowed
+        self._is_beside = is_beside
+        self._is_lent = is_lent
+        # Whether tables of the same weights in float32 count: they need not, or the first stage has
+        # shown that rounding surely costs no more than NOISE_SHARE of the bound.
+        self.is_rounding_small = not is_lent
         self.is_asked = False  # whether somebody adds to it; who does says so
         self._path = path
         self._lock = threading.Lock()  # guards the rest
+        self._noisy: list[AnsweredQuestion] = []  # of the first stage
         self._screened: list[AnsweredQuestion] = []
         self._answered: list[AnsweredQuestion] = []
         self._by_look: dict[int, Table] = {}
@@ -105,62 +143,116 @@ class OwnEvidence:
 
     @property
     def look(self) -> int:
-        """Questions of the last look, 0 before the first. A new look is a new table."""
+        """Questions of the last look, 0 before the first. A new look is a new table, or lent ones
+        that count."""
         with self._lock:
-            return self._look()
+            return self._look() + (NOISE_QUESTIONS if self.is_rounding_small else 0)
+
+    @property
+    def allowed(self) -> Cell | None:
+        """What is let through without it."""
+        return self._allowed if self.is_rounding_small else None
 
     @property
     def num_answered(self) -> int:
         """Questions that were answered, with those of the screening."""
         with self._lock:
-            return len(self._screened) + len(self._answered)
+            return len(self._noisy) + len(self._screened) + len(self._answered)
 
     def tables(self) -> tuple[Table, ...]:
         """The table of the last look; none before the first, nor where rounding alone makes too
-        much of the bound: what was measured then is the rounding."""
+        much of the bound: what was measured then is the rounding. Where something is let through
+        already, there is one as soon as less was found to be enough."""
         table = self._table()
-        return (table,) if table is not None and self._is_precise() else ()
+        if table is None or not self._is_precise():
+            return ()
+        if self.allowed is None:
+            return (table,)
+        proven = self._find_proven(table)
+        if proven is None:
+            return ()
+        # fewer rows may pass as well and cost more, by more close calls
+        return (replace(table, cells=tuple(c for c in table.cells if c.ratio >= proven.ratio)),)
 
     @property
     def is_over(self) -> bool:
         """Whether nothing more is to be asked."""
-        return self.state().state != "measuring" and not self._may_narrow()
+        if self._is_in_noise:
+            return False
+        state = self.state()
+        return not self._settings() or (state.state != "measuring" and not self._may_narrow())
 
     def state(self) -> EvidenceState:
         """How far it is, and what the gate would make of it."""
-        table, asked = self._table(), self.num_answered
-        most = SCREEN_QUESTIONS + LOOKS[-1]
-        if table is None:
-            return EvidenceState("measuring", asked, most, None, None, "")
-        cell = choose(table.widen_intervals(), self.bound)
-        if cell is not None and self._is_precise():
+        table, asked, allowed = self._table(), self.num_answered, self.allowed
+        most = NOISE_QUESTIONS * self._is_lent + self._num_screening + LOOKS[-1]
+        cell = None if table is None else self._find_proven(table)
+        if cell is not None:
             return EvidenceState("open", asked, most, cell.strategy, cell.ratio, "")
+        name, ratio = (None, None) if allowed is None else (allowed.strategy, allowed.ratio)
         why = self._why_hopeless(table)
-        if why is None and table.num_questions >= LOOKS[-1]:
-            why = f"it is not surely within {self.bound:g} nats per token"
-        state: Literal["measuring", "shut"] = "measuring" if why is None else "shut"
-        return EvidenceState(state, asked, most, None, None, why or "")
+        if why is None and table is not None and table.num_questions >= LOOKS[-1]:
+            why = f"it is not surely within {self._held_to:g} nats per token"
+        if why is None:
+            return EvidenceState("measuring", asked, most, name, ratio, "")
+        return EvidenceState("open" if allowed else "shut", asked, most, name, ratio, why)
 
     def next_settings(self) -> tuple[tuple[SettingName, ...], bool]:
         """What the next question tries, and whether everything is recomputed for it as well."""
         with self._lock:
-            if len(self._screened) < SCREEN_QUESTIONS:
+            if self._is_in_noise:
+                return (), True
+            if len(self._screened) < self._num_screening:
                 return tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES), False
-            name = self._chosen()
-            checks_noise = len(self._answered) < NOISE_QUESTIONS
-            return tuple(SettingName(name, ratio) for ratio in RATIOS), checks_noise
+            # what is let through already was calibrated in this precision
+            is_new = self.allowed is None and not self._is_lent
+            checks_noise = is_new and len(self._answered) < NOISE_QUESTIONS
+            return self._settings(), checks_noise
 
     def add(self, answered: AnsweredQuestion) -> None:
         """Take in the answers to one question, with the settings that `next_settings` named."""
         with self._lock:
-            is_screening = len(self._screened) < SCREEN_QUESTIONS
-            (self._screened if is_screening else self._answered).append(answered)
+            stage = self._answered
+            if self._is_in_noise:
+                stage = self._noisy
+            elif len(self._screened) < self._num_screening:
+                stage = self._screened
+            stage.append(answered)
+            self._judge_rounding()
             self._write()
 
     # ---- the judgement
 
+    def _judge_rounding(self) -> None:
+        if self._is_lent and len(self._noisy) == NOISE_QUESTIONS:
+            noises = np.array([each.noise for each in self._noisy])
+            found = Bootstrap(len(noises)).mean(noises)
+            high = widen(found.mean, found.high, len(noises))
+            self.is_rounding_small = bool(high <= NOISE_SHARE * self.bound)  # a NaN is not
+
     def _look(self) -> int:
         return max((look for look in LOOKS if look <= len(self._answered)), default=0)
+
+    @property
+    def _is_in_noise(self) -> bool:
+        return self._is_lent and len(self._noisy) < NOISE_QUESTIONS
+
+    @property
+    def _held_to(self) -> float:
+        return ELSEWHERE * self.bound if self._is_beside and self.is_rounding_small else self.bound
+
+    @property
+    def _num_screening(self) -> int:
+        return SCREEN_QUESTIONS if self.allowed is None else 0
+
+    def _settings(self) -> tuple[SettingName, ...]:
+        """What is measured. Where something is let through, what is less than that; nothing where
+        that strategy is none of those that chunk KV alone is enough for."""
+        if self.allowed is None:
+            return tuple(SettingName(self._chosen(), ratio) for ratio in RATIOS)
+        name, most = self.allowed.strategy, self.allowed.ratio
+        ratios = RATIOS if name in CANDIDATES else ()
+        return tuple(SettingName(name, ratio) for ratio in ratios if ratio < most)
 
     def _chosen(self) -> str:
         """The candidate that cost least in the screening, with close calls computed again."""
@@ -175,14 +267,13 @@ class OwnEvidence:
         with self._lock:
             look = self._look()
             if look and look not in self._by_look:
-                self._by_look[look] = self._tabulate(self._chosen(), self._answered[:look])
+                self._by_look[look] = self._tabulate(self._answered[:look])
             return self._by_look.get(look)
 
-    def _tabulate(self, name: str, answered: Sequence[AnsweredQuestion]) -> Table:
-        subject = self.subject
-        strategy = open_strategy(name, ModelFacts(subject.num_layers))
-        settings = [Setting(strategy, ratio) for ratio in RATIOS]
-        names = [SettingName(name, ratio) for ratio in RATIOS]
+    def _tabulate(self, answered: Sequence[AnsweredQuestion]) -> Table:
+        subject, names = self.subject, self._settings()
+        facts = ModelFacts(subject.num_layers)
+        settings = [Setting(open_strategy(name, facts), ratio) for name, ratio in names]
         cases = [
             CaseOutcomes(
                 each.num_tokens,
@@ -207,23 +298,43 @@ class OwnEvidence:
     def _mean_noise(self) -> float:
         """Mean KL with everything recomputed: what rounding alone makes."""
         with self._lock:
-            noises = [each.noise for each in self._answered if each.noise is not None]
+            every = (*self._noisy, *self._answered)
+            noises = [each.noise for each in every if each.noise is not None]
         return sum(noises) / max(1, len(noises))
 
     def _is_precise(self) -> bool:
         return self._mean_noise() <= NOISE_SHARE * self.bound  # a NaN is not
 
-    def _may_narrow(self) -> bool:
-        """Whether more questions would still say more: an open gate that few opened."""
-        table = self._table()
-        is_open = self.state().state == "open"
-        return is_open and table is not None and table.num_questions < ENOUGH_QUESTIONS
-
-    def _why_hopeless(self, table: Table) -> str | None:
-        """Why no cell can come within the bound with more questions; None: one can."""
+    def _find_proven(self, table: Table) -> Cell | None:
+        """What a table lets through; None: nothing, or nothing cheaper than what is let through
+        without it."""
         if not self._is_precise():
+            return None
+        cell = choose(table.widen_intervals(), self._held_to)
+        if self.allowed is None or cell is None:
+            return cell
+        is_enough = table.num_questions >= ENOUGH_QUESTIONS
+        return cell if is_enough and cell.work < self.allowed.work else None
+
+    def _may_narrow(self) -> bool:
+        """Whether more questions would still say more, where something was found: few found it, or
+        fewer rows may turn out to be enough."""
+        table = self._table()
+        cell = None if table is None else self._find_proven(table)
+        if table is None or cell is None or table.num_questions >= LOOKS[-1]:
+            return False
+        less = [each for each in table.cells if each.ratio < cell.ratio]
+        return table.num_questions < ENOUGH_QUESTIONS or not all(
+            _is_hopeless(each, table.num_questions, self._held_to) for each in less
+        )
+
+    def _why_hopeless(self, table: Table | None) -> str | None:
+        """Why no cell can come within the bound with more questions; None: one can."""
+        if (table is not None or not self._is_in_noise) and not self._is_precise():
             return f"rounding alone costs {self._mean_noise():.2g} nats per token"
-        if not all(_is_hopeless(cell, table.num_questions, self.bound) for cell in table.cells):
+        if table is None or not all(
+            _is_hopeless(cell, table.num_questions, self._held_to) for cell in table.cells
+        ):
             return None
         best = min(table.cells, key=lambda cell: cell.kl)
         if best.work >= 1.0:
@@ -237,13 +348,20 @@ class OwnEvidence:
             found = json.loads(path.read_text("utf-8"))
             if found["format"] != FORMAT or found["subject"] != _subject_line(self.subject):
                 return
-            screened, answered = map(_parse, found["screened"]), map(_parse, found["answered"])
-            self._screened, self._answered = list(screened), list(answered)
+            # lent tables may have come with another version: then there was no such stage
+            self._noisy = [_parse(each) for each in found.get("noise", ())]
+            self._judge_rounding()
+            self._screened = [_parse(each) for each in found["screened"]]
+            self._answered = [_parse(each) for each in found["answered"]]
+            settings = set(self._settings())
+            if not all(settings <= each.outcomes.keys() for each in self._answered):
+                raise ValueError("other settings were tried")
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("%s cannot be read, and is measured again: %s", path.name, error)
-            self._screened, self._answered = [], []
+            self._noisy, self._screened, self._answered = [], [], []
+            self.is_rounding_small = not self._is_lent
 
     def _write(self) -> None:
         """Lock is held. What cannot be written is measured again after a restart."""
@@ -252,6 +370,7 @@ class OwnEvidence:
         document = {
             "format": FORMAT,
             "subject": _subject_line(self.subject),
+            "noise": [_dump(each) for each in self._noisy],
             "screened": [_dump(each) for each in self._screened],
             "answered": [_dump(each) for each in self._answered],
         }
@@ -293,10 +412,6 @@ def _dump(answered: AnsweredQuestion) -> list[Any]:
 def _parse(found: list[Any]) -> AnsweredQuestion:
     outcomes = {}
     tokens, chunks, chunk_tokens, noise, rows = found
-    known = {(name, SCREEN_RATIO) for name in CANDIDATES}
-    known |= {(name, ratio) for name in CANDIDATES for ratio in RATIOS}
-    if not all((strategy, ratio) in known for strategy, ratio, *_ in rows):
-        raise ValueError("other settings were tried")
     for strategy, ratio, *values, nll_gap, work in rows:
         judged = TrialScore._make(math.inf if value is None else value for value in values)
         outcomes[SettingName(strategy, ratio)] = Outcome(judged, nll_gap, work, None)

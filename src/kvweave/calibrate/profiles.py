@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvweave import paths
 from kvweave.calibrate.gate import (
@@ -29,6 +29,7 @@ from kvweave.calibrate.gate import (
 from kvweave.errors import ConfigError
 from kvweave.fuse.encode.contexts import Variant, variant_name
 from kvweave.fuse.strategy import ModelFacts
+from kvweave.model.decoder import Decoder
 
 FORMAT = 7
 NO_LEADS = 6  # its cells take the lead of close calls from their table: read as it is
@@ -68,6 +69,19 @@ class LayerProfile:
                     raise ValueError(f"LayerProfile.{name} has {layer}, which is no layer")
 
 
+class DecoderTables(NamedTuple):
+    """Tables that speak for a decoder."""
+
+    own: tuple[Table, ...] = ()
+    # of a half type: those of its weights in float32, which count once its rounding was measured
+    # and is small
+    lent: tuple[Table, ...] = ()
+
+    def that_count(self, *, is_precise: bool) -> tuple[Table, ...]:
+        """Return those that count, where rounding `is_precise` enough, or is not known to be."""
+        return self.own or (self.lent if is_precise else ())
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What is known of one model."""
@@ -93,6 +107,14 @@ class Profile:
         others = [t for t in fits if t.subject not in subjects and (t.kind != OWN or not here)]
         elsewhere = {table.subject: table for table in others}
         return (*here, *elsewhere.values())
+
+    def tables_for(self, decoder: Decoder, context: str, preamble: str) -> "DecoderTables":
+        """What was measured with this very decoder, or where there is nothing, with its weights in
+        float32."""
+        own = self.tables(decoder.calibrated_as.revision, context, preamble)
+        exact = decoder.revision_in_float32
+        lent = () if own or exact is None else self.tables(exact, context, preamble)
+        return DecoderTables(own, lent)
 
     def with_tables(self, *tables: Table) -> "Profile":
         """Return the profile with these tables added; each replaces one of equal decoder, context,

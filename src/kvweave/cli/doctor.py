@@ -219,6 +219,8 @@ def _calibration(runtime: "ModelRuntime") -> Finding:
         dtypes = ", ".join(sorted({table.dtype for table in tables}))
         held = str(runtime.decoder.dtype).removeprefix("torch.")
         found = f"calibrated as {dtypes} and runs as {held}"
+        if runtime.decoder.revision_in_float32 in {table.revision for table in tables}:
+            found += ", which a server takes for the same once it has measured the rounding"
         return Finding("calibration", "warn", found, f"--dtype {dtypes.split(',')[0]}, or {again}")
     questions = sum(table.num_questions for table in fitting)
     encodings = ", ".join(sorted({table.encoding for table in fitting}))

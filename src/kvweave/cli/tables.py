@@ -117,7 +117,13 @@ def progress_text(progress: "KVProgress") -> str:
         parts.append(f"about {time_text(progress.eta_s)} left")
     calibration = progress.calibration
     if calibration is not None and calibration.state == "measuring":
-        parts.append(f"asked about themselves: {calibration.asked} of {calibration.most} questions")
+        of = f"{calibration.asked} of {calibration.most} questions"
+        asked, ratio = f"asked about themselves: {of}", calibration.ratio
+        parts.append(
+            asked if ratio is None else f"fused at {ratio:.0%} and {asked}, whether less is enough"
+        )
+    elif calibration is not None and calibration.ratio is not None:
+        parts.append(f"fused at {calibration.ratio:.0%} after {calibration.asked} own questions")
     if progress.state in ("full", "failed"):
         parts.append(f"{progress.state}: {progress.why}" if progress.why else progress.state)
     return ", ".join(parts)

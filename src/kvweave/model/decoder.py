@@ -87,6 +87,14 @@ class Decoder:
         exact = cost.exact_fingerprint
         return CalibratedAs(exact, revision_of(exact, self.spec, self.dtype))
 
+    @cached_property
+    def revision_in_float32(self) -> str | None:
+        """The same weights in float32, whose tables hold for a half type once its rounding was
+        measured and is small (`calibrate/own_evidence.py`); None: it computes in float32."""
+        if self.dtype == torch.float32:
+            return None
+        return revision_of(self.weights.fingerprint, self.spec, torch.float32)
+
     @property
     def weights_words(self) -> str:
         """What its weights are, for people; and what is missing to multiply them fast."""

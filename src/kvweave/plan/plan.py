@@ -90,6 +90,7 @@ class Plan:
     exact_tokens: int  # of the tree's path: preamble, history and chunks
     close_call: float = 0.0  # nats: a first token that leads by less is computed exactly
     order_kept: Reason | None = None  # why "auto" moves no chunk; None: it might, or was not asked
+    evidence: str = ""  # what the ratio of the strategy was measured on; "" where it is exact
 
     @property
     def num_tokens(self) -> int:
@@ -172,6 +173,7 @@ class Verdict(NamedTuple):
     passed: tuple[tuple[float, Reason], ...] = ()
     close: float = 0.0  # share of answers that turn out close calls and are computed exactly, too
     close_call: float = 0.0  # nats: a first token that leads by less is one; 0: none is
+    evidence: str = ""  # what the ratio was measured on, for people
 
 
 class Gate(Protocol):

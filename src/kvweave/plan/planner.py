@@ -53,6 +53,7 @@ class AllowedStrategy(NamedTuple):
     ratio: float
     close: float = 0.0  # share of answers that are computed exactly after all
     close_call: float = 0.0  # nats: those whose first token leads by less
+    evidence: str = ""  # what the ratio was measured on
 
 
 class PlanFacts(NamedTuple):
@@ -99,7 +100,7 @@ def price_order(
     exact = min(candidates, key=price_of)
     exact_s = price_of(exact)
     known: dict[tuple[tuple[str, ...], frozenset[str], float], StoredHits] = {}
-    for strategy, ratio, close, _ in facts.allowed:
+    for strategy, ratio, close, *_ in facts.allowed:
         kind = (strategy.variants, strategy.needs, strategy.extra_bytes_per_token)
         hits = known.get(kind)  # the same for all that want the same copies
         if hits is None:
@@ -258,6 +259,7 @@ class Planner:
             if computed is not None:
                 options = with_computed(options, taken, computed)
                 taken = computed
+        allowing = next((a for a in allowed if a.strategy.name == taken.strategy), None)
         return Plan(
             spans=taken.spans(),
             chosen=taken.option,
@@ -267,10 +269,9 @@ class Planner:
             ordered_by=ordering.how,
             in_history=request.in_history,
             exact_tokens=priced.layout.exact_tokens,
-            close_call=next(
-                (a.close_call for a in allowed if a.strategy.name == taken.strategy), 0.0
-            ),
+            close_call=0.0 if allowing is None else allowing.close_call,
             order_kept=order_kept,
+            evidence="" if allowing is None else allowing.evidence,
         )
 
     def _computed_once(
@@ -357,7 +358,8 @@ class Planner:
             else:
                 close = self.close_calls.share(verdict.close)
                 lead = verdict.close_call
-                allowed.append(AllowedStrategy(strategy, verdict.ratio, close, lead))
+                found = AllowedStrategy(strategy, verdict.ratio, close, lead, verdict.evidence)
+                allowed.append(found)
         refused |= self.unavailable
         declined = [Option(f"fused {name}", None, 0, 0, why) for name, why in refused.items()]
         return allowed, [*declined, *passed]

@@ -68,7 +68,9 @@ class AuditedGate:
         if lead and verdict.ratio is not None and verdict.ratio < ratio:
             lead = max(lead, CLOSE_CALLS[-1])  # fewer rows want a wider one
         # of a ratio nearby: much the same
-        verdict = verdict._replace(close=calibrated.close, close_call=lead)
+        verdict = verdict._replace(
+            close=calibrated.close, close_call=lead, evidence=calibrated.evidence
+        )
         if self._found.move(strategy, bound, ratio, verdict.ratio):
             self._tell(strategy, bound, ratio, verdict.ratio)
         return verdict

@@ -21,7 +21,7 @@ from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.permission import PermittedGate, permitted_strategies
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import KVBehind
-from kvweave.calibrate.gate import Table
+from kvweave.calibrate.profiles import DecoderTables
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
@@ -93,18 +93,16 @@ class AutoPlanner:
         self._shares = bool(engine.cfg.share_chunks)
         self._peek = StoredChunkPeek(encoder, kv.store, lambda keys: engine.resident(keys, tenant))
         preamble = digest_ids(encoder.preamble_ids)
-        tables: tuple[Table, ...] = ()
+        tables = DecoderTables()
         if profile is not None:
-            tables = profile.tables(
-                decoder.calibrated_as.revision, encoder.encoding_context, preamble
-            )
+            tables = profile.tables_for(decoder, encoder.encoding_context, preamble)
         growing = GrowingGate(tables, kv.evidence, preamble, audited)
         self._growing = growing
         self._is_permitted = measured.is_permitted
-        if not tables and doubt is None and not self._is_permitted:
+        if not tables.own and doubt is None and not self._is_permitted:
             doubt = Reason.NO_PROFILE
         self._doubt = doubt
-        if doubt is not None and not growing.is_growing:
+        if doubt is not None and not (growing.is_growing or growing.speaks):
             log.warning("%s", doubt)
         self._strategies, unavailable = fusing_strategies(facts)
         gate: Gate = growing

@@ -115,7 +115,8 @@ class CalibratedGate:
     """Lets a strategy through at the smallest ratio that every kind of questions bears: each kind
     was measured, and the worst decides.
 
-    The user's own questions, where there are enough, decide alone (`gate.deciding_tables`). A kind
+    The user's own questions, where there are enough, decide alone on prompts like theirs, and have
+    a say on others (`gate.deciding_tables`). A kind
     that was measured at several numbers of chunks speaks by the smallest that covers the prompt and
     those below it (`gate.tables_for_size`); of a history chunks that might be fused count, words do
     not, and tables that have a history speak besides. What was measured behind
@@ -129,9 +130,9 @@ class CalibratedGate:
         the digest of what stands in front of all chunks."""
         usable = [t for t in tables if t.num_questions >= FEWEST_QUESTIONS]
         self._preamble = preamble
-        self._tables = deciding_tables(usable)
+        self._tables = usable
         # own questions rarely have a history: those that come with the model speak for it then
-        self._with_history = deciding_tables([t for t in usable if t.has_history]) or self._tables
+        self._with_history = [t for t in usable if t.has_history]
         self._cells = {id(table): table.widen_intervals() for table in usable}
         self._sizes = sorted({table.num_chunks for table in usable})
         self._lengths = sorted({table.longest_covered for table in usable})
@@ -142,7 +143,7 @@ class CalibratedGate:
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
         """Remembers what it found: it is asked for every strategy of every request."""
         size = bisect_left(self._sizes, shape.num_chunks)
-        length = bisect_left(self._lengths, _counted_tokens(shape))
+        length = bisect_left(self._lengths, counted_tokens(shape))
         alike = shape.has_history, size, length
         found = self._deciding.get(alike)
         if found is None:
@@ -183,7 +184,14 @@ class CalibratedGate:
             return Verdict(None, why)
         chosen = [cells[ratio] for cells in measured]
         close = sum(cell.close for cell in chosen) / len(chosen)
-        return Verdict(ratio, why, close=close, close_call=_widest_lead(tables, chosen))
+        worst = max(range(len(tables)), key=lambda i: chosen[i].kl_high / shares[i])
+        return Verdict(
+            ratio,
+            why,
+            close=close,
+            close_call=_widest_lead(tables, chosen),
+            evidence=tables[worst].words,
+        )
 
     def may_reorder(self, bound: float, shape: PromptShape) -> Verdict:
         """Whether chunks may stand in another order than they were found in: ratio 0 if the order
@@ -191,13 +199,16 @@ class CalibratedGate:
         return self.min_ratio(ORDER_CELL, bound, shape)
 
     def _find_deciding(self, shape: PromptShape) -> tuple[Table, ...]:
-        alone = [t for t in self._tables if not t.has_history] or self._tables
-        sized = tables_for_size(alone, shape.num_chunks, _counted_tokens(shape))
+        size = shape.num_chunks, counted_tokens(shape)
+        deciding = deciding_tables(self._tables, *size)
+        alone = [t for t in deciding if not t.has_history] or deciding
+        sized = tables_for_size(alone, *size)
         if not shape.has_history:
             return sized
-        if self._with_history is self._tables:
-            return self._tables  # none has a history
-        both = {id(table): table for table in (*sized, *self._with_history)}
+        if not self._with_history:
+            return deciding
+        with_history = deciding_tables(self._with_history, *size)
+        both = {id(table): table for table in (*sized, *with_history)}
         return tuple(both.values())
 
     def _of(self, table: Table, strategy: str) -> dict[float, Cell]:
@@ -207,7 +218,7 @@ class CalibratedGate:
         """The part of the bound that a table is held to."""
         share = 1.0 if table.preamble == self._preamble else ELSEWHERE
         covered = table.has_history or not has_history
-        return share if covered or self._with_history is not self._tables else share * ELSEWHERE
+        return share if covered or self._with_history else share * ELSEWHERE
 
 
 def _widest_lead(tables: Sequence[Table], chosen: Sequence[Cell]) -> float:
@@ -219,7 +230,7 @@ def _widest_lead(tables: Sequence[Table], chosen: Sequence[Cell]) -> float:
     )
 
 
-def _counted_tokens(shape: PromptShape) -> int:
+def counted_tokens(shape: PromptShape) -> int:
     """Tokens by which the size of a prompt is judged. Nothing of what was said is fused: it counts
     only where the length of a prompt was measured to matter."""
     is_long = shape.num_tokens > LENGTH_MATTERS

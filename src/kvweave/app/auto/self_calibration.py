@@ -1,13 +1,14 @@
-"""Measures in idle time what fusing costs on the documents of a knowledge base, where nothing that
-was measured speaks for its model.
+"""Measures in idle time what fusing costs on the documents of a knowledge base: whether anything
+may be fused where nothing that was measured speaks for its model, and else whether less is enough.
 
     a chunk  →  a question about it  →  a search  →  a prompt  →  full prefill's answer
                                                               →  the same answer, fused several ways
 
 The engine computes the prompts as it does those of users, from the chunk KV that users get, in the
-background: it gives way to every answer. What comes of a question goes to the evidence
-(`calibrate/own_evidence.py`), which says what to try next and when enough were asked; the gate
-follows it (`growing_gate.py`).
+background: it gives way to every answer. Where answers are fused already nobody waits for it, so a
+question is asked only when all chunk KV is made and nobody was answered for a while. What comes of
+a question goes to the evidence (`calibrate/own_evidence.py`), which says what to try next and when
+enough were asked; the gate follows it (`growing_gate.py`).
 """
 
 import logging
@@ -43,6 +44,7 @@ WATCHED_TOKENS = 16  # of an answer at most: each is a float per word of the voc
 LOOK_S = 0.5  # how often a wait looks whether it is to end
 KV_LOOK_S = 0.1  # how often it is looked whether chunks have KV
 KV_S = 60.0  # that a question waits for the KV of its chunks; then the next one is asked
+REST_S = 5.0  # without an answer before one is asked that nobody waits for
 MOST_FAILED = 10  # questions in a row that fail: then it ends
 FAILED_S = 3.0  # until the next one
 ROUND = 64  # questions made at a time: their chunks are drawn from all of them
@@ -90,7 +92,11 @@ class SelfCalibration:
     # ---- the thread
 
     def _work(self) -> None:
-        log.info("fusing was never measured for this model: its documents are asked in idle time")
+        allowed = self._evidence.allowed
+        known = "fusing was never measured for this model"
+        if allowed is not None:
+            known = f"{allowed.strategy} at {allowed.ratio:.0%} is fused, perhaps less is enough"
+        log.info("%s: its documents are asked in idle time", known)
         try:
             self._ask_all()
         except EngineClosed:
@@ -105,7 +111,7 @@ class SelfCalibration:
         if not self._evidence.is_over:
             return
         state = self._evidence.state()
-        if state.state == "open":
+        if state.state == "open" and not state.why:
             log.info(
                 "%d questions of its own documents: %s at %.0f %% is within the bound",
                 *(state.asked, state.strategy, 100 * (state.ratio or 0.0)),
@@ -136,7 +142,9 @@ class SelfCalibration:
 
     def _ask_next(self, questions: Iterator[str], waiting: deque[tuple[str, list[Chunk]]]) -> bool:
         """Ask one question; `waiting` are those whose chunks get their KV. False: it was left
-        out."""
+        out, or its time has not come."""
+        if self._evidence.allowed is not None and not self._is_at_rest():
+            return False
         while len(waiting) < AHEAD and self._may_go_on():
             question = next(questions, None)
             if question is None:
@@ -197,6 +205,12 @@ class SelfCalibration:
         prompt = lay_out(self._tokenizer, question, ids, self._system)
         return replace(prompt, tenant=self._library.encoder.context.tenant_salt, as_of=as_of)
 
+    def _is_at_rest(self) -> bool:
+        """Wait a moment for all chunk KV to be made, and for an end of answers. False: there is no
+        end yet."""
+        answers = self._client.answers
+        return self._library.maker.wait(LOOK_S) and answers.wait_for_quiet(REST_S, LOOK_S)
+
     def _wait_for_kv(self, chunks: Sequence[Chunk]) -> bool:
         """Wait until the chunks have KV behind their encoding context. False: they get none, or
         not in time."""
@@ -215,6 +229,9 @@ class SelfCalibration:
         full = self._answer(exact_request(prompt, *self._drawn(), use_tree=False))
         if full is None or not full.watched_ids:
             return None
+        # tables take the first chunk for exact; else the first way that is tried would pay for it
+        front = replace(prompt, chunks=prompt.chunks[:1], question=prompt.question[:1])
+        self._answer(exact_request(front, Sampling(max_tokens=1), (), use_tree=True))
         answer, thought = tuple(full.watched_ids), torch.stack(full.distributions)
         nll = judge(thought, thought, answer).nll
         facts = ModelFacts(self._evidence.subject.num_layers)

@@ -9,7 +9,7 @@ import torch
 
 from kvweave.app.answer.answer_stream import WatchedTokens
 from kvweave.app.audit.audit_log import AuditedCell, GateMove
-from kvweave.app.auto.facts import CalibratedGate
+from kvweave.app.auto.growing_gate import EvidencedGate
 from kvweave.app.hosts import LocalModel
 from kvweave.calibrate.gate import ORDER_CELL, OWN, USUAL_CHUNKS, Table
 from kvweave.calibrate.trials import judge
@@ -67,38 +67,41 @@ def quality_of(weave: LocalModel, *, over_library: bool) -> QualityView:
     found, bound = weave.auditor.log, weave.bound
     audited, moves = tuple(found.list_cells()), tuple(found.moves())
     try:
-        tables = _tables(weave, over_library)
+        tables, made = _tables(weave, over_library)
         is_random = weave.runtime.decoder.weights.is_random
         missing = Reason.PERMITTED if is_random else Reason.NO_PROFILE
-        doubt: str | None = None if tables else missing
+        doubt: str | None = None if tables or made else missing
     except ConfigError as error:  # a damaged profile
-        tables, doubt = (), str(error)
+        tables, made, doubt = (), (), str(error)
     gate: tuple[GateLine, ...] = ()
-    if over_library and tables:
+    every = (*tables, *made)
+    if over_library and every:
         preamble = digest_ids(weave.library.encoder.preamble_ids)
-        calibrated = CalibratedGate(tables, preamble)
-        measured = sorted({cell.strategy for table in tables for cell in table.cells})
+        calibrated = EvidencedGate(tables, made, preamble)
+        measured = sorted({cell.strategy for table in every for cell in table.cells})
         gate = tuple(
             _line(calibrated.min_ratio(strategy, bound, USUAL), strategy, bound, moves)
             for strategy in measured
             if strategy != ORDER_CELL
         )
-    kinds = list(dict.fromkeys(table.kind for table in tables))
-    by_subject = sorted(tables, key=lambda table: (kinds.index(table.kind), table.mean_chunks))
+    kinds = list(dict.fromkeys(table.kind for table in every))
+    by_subject = sorted(every, key=lambda table: (kinds.index(table.kind), table.mean_chunks))
     curves = tuple(curve for table in by_subject for curve in _curves(table))
     return QualityView(bound, doubt, curves, gate, audited, moves)
 
 
-def _tables(weave: LocalModel, over_library: bool) -> tuple[Table, ...]:
+def _tables(weave: LocalModel, over_library: bool) -> tuple[tuple[Table, ...], tuple[Table, ...]]:
+    """Tables of the model, and those that were made from the documents."""
     profile, revision = weave.profile, weave.runtime.decoder.calibrated_as.revision
-    own = weave.library.kv.worth.evidence.tables() if over_library else ()
+    made = weave.library.kv.worth.evidence.tables() if over_library else ()
     if profile is None:
-        return own
+        return (), made
     if not over_library:
-        return tuple(table for table in profile.calibration if table.revision == revision)
+        return tuple(table for table in profile.calibration if table.revision == revision), ()
     encoder = weave.library.encoder
     preamble = digest_ids(encoder.preamble_ids)
-    return (*profile.tables(revision, encoder.encoding_context, preamble), *own)
+    found = profile.tables_for(weave.runtime.decoder, encoder.encoding_context, preamble)
+    return found.that_count(is_precise=weave.library.kv.worth.evidence.is_rounding_small), made
 
 
 def _line(verdict: Verdict, strategy: str, bound: float, moves: Sequence[GateMove]) -> GateLine:

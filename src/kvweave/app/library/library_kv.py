@@ -60,7 +60,7 @@ class BackgroundKV:
     share: float = BUSY_SHARE  # of the time, while answers are made; of all over one engine
     # nats: made only where calibration lets something be fused within them; None: in any case
     bound: float | None = None
-    # where nothing that was measured lets anything be fused, documents are asked about themselves
+    # documents are asked about themselves: whether they may be fused, or whether less is enough
     calibrates: bool = False
 
     @classmethod

@@ -52,6 +52,7 @@ class DecisionOut(Outgoing):
     actual_ms: Rounded
     ordered_by: str
     order_kept: str | None = None  # why no chunk may move, where that is left to us
+    evidence: str | None = None  # what the ratio was measured on; null: all is exact
     options: list[OptionOut]
 
 
@@ -187,6 +188,7 @@ def _decision(answer: Answer) -> DecisionOut | None:
         actual_ms=judged.actual_s * 1e3,
         ordered_by=plan.ordered_by,
         order_kept=None if plan.order_kept is None else str(plan.order_kept),
+        evidence=plan.evidence or None,
         options=[OptionOut.model_validate(option) for option in plan.options],
     )
 

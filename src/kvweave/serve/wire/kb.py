@@ -62,14 +62,15 @@ def _without_paths(why: str | None) -> str | None:
 
 
 class CalibrationOut(Outgoing):  # made of an EvidenceState
-    """How far a model is that nobody calibrated, whose documents are asked about themselves."""
+    """How far documents were asked about themselves: whether a model that nobody calibrated bears
+    fusing, or whether less than its calibration lets through is enough here."""
 
-    state: Literal["measuring", "open", "shut"]  # open: answers are fused
+    state: Literal["measuring", "open", "shut"]  # open: answers are fused by what was found
     asked: int  # questions so far
     most: int  # that are asked, unless it ends early
     strategy: str | None  # that may be used so far, at the least ratio; null: none
     ratio: float | None
-    why: str  # it is shut
+    why: str  # it is shut, or why no less than before is enough
 
 
 class KVOut(Outgoing):  # made of a KVProgress

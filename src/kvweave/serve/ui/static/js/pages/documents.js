@@ -154,17 +154,23 @@ function KvState({ kb, data, reload }) {
         ${kv.why && html`<p>${kv.why}</p>`}</details>`}</div></section>`;
 }
 
-/** What a model that nobody calibrated has found out on these documents so far. */
+/** What a model has found out on these documents so far. */
 function calibrationWords({ state, asked, most, strategy, ratio, why }) {
+  const soFar = `${count(asked)} of up to ${count(most)} questions.`;
   if (state === "measuring") {
-    return `Nobody calibrated this model. In idle moments it finds out on these documents how far `
-      + `reuse may go: ${count(asked)} of up to ${count(most)} questions. Until then answers reuse `
-      + "what is exact.";
+    return ratio === null
+      ? `Nobody calibrated this model. In idle moments it finds out on these documents how far `
+        + `reuse may go: ${soFar} Until then answers reuse what is exact.`
+      : `${strategy} recomputes ${percent(ratio)}. In idle moments it finds out on these documents `
+        + `whether less is enough: ${soFar}`;
   }
-  return state === "open"
-    ? `${count(asked)} questions of these documents: ${strategy} may be used from `
-      + `${percent(ratio)} recomputed on.`
-    : `${count(asked)} questions of these documents: only what is exact is reused, because ${why}.`;
+  if (state === "shut") {
+    return `${count(asked)} questions of these documents: only what is exact is reused, because ${why}.`;
+  }
+  return why
+    ? `${count(asked)} questions of these documents: ${percent(ratio)} recomputed stays, because ${why}.`
+    : `${count(asked)} questions of these documents: ${strategy} may be used from `
+      + `${percent(ratio)} recomputed on.`;
 }
 
 const PREPARING = "Half of the machine's time goes into it until it is done; answers meanwhile are slower.";
