@@ -157,14 +157,12 @@ class WorkerHalf:
             self._write(order, kv)  # a GPU gets there behind the pass, which is waited for once
             made = ordered.finish()
         record = made.record
-        if wish.close_call and made.lead < wish.close_call:
-            return None
         lost = {chunk.start for chunk in record.chunks if _is_lost(chunk)}
         for part in parts:
             if part.start in lost:
                 name = names.exact_key if wish.stands_in_front(part) else names.key
                 self._report.lost.append(name(ids[part.start : part.end]))
-        return record
+        return None if wish.close_call and made.lead < wish.close_call else record
 
     def _exact(self, order: FuseOrder, encoder: ChunkEncoder) -> tuple[Prefix, int]:
         """Exact KV in front, and how many parts behind the preamble it covers: what vLLM has, up to
