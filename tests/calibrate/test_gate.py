@@ -148,11 +148,13 @@ def evidenced(*made: Table, shape: PromptShape, bound: float = 0.02) -> Verdict:
 
 
 def test_documents_asked_about_themselves_lower_the_ratio_of_prompts_like_theirs() -> None:
-    made = make_table("own", *ratios(0.01), num_questions=ENOUGH_QUESTIONS)
+    made = make_table("own", *ratios(0.005), num_questions=ENOUGH_QUESTIONS)
     found = evidenced(made, shape=SHAPE)
     assert (found.ratio, found.evidence) == (0.1, "100 questions of your own (q.txt)")
     for other in (PromptShape(1000, 10), PromptShape(3001, 5), TALK):
         assert evidenced(made, shape=other) == evidenced(shape=other), "they say nothing of it"
+    over = replace(made, cells=tuple(ratios(0.006)))
+    assert evidenced(over, shape=SHAPE).ratio == 0.2, "a quarter of the bound is theirs"
     few = replace(made, num_questions=ENOUGH_QUESTIONS - 1)
     assert evidenced(few, shape=SHAPE).ratio == 0.2
     assert evidenced(made, shape=SHAPE, bound=0.001) == evidenced(shape=SHAPE, bound=0.001)

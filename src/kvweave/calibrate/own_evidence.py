@@ -32,8 +32,8 @@ import numpy as np
 from kvweave.calibrate.bootstrap import Bootstrap
 from kvweave.calibrate.gate import (
     CLOSE_CALLS,
-    ELSEWHERE,
     ENOUGH_QUESTIONS,
+    MADE,
     MAX_FLIPS,
     Cell,
     Table,
@@ -239,7 +239,7 @@ class OwnEvidence:
 
     @property
     def _held_to(self) -> float:
-        return ELSEWHERE * self.bound if self._is_beside and self.is_rounding_small else self.bound
+        return MADE * self.bound if self._is_beside and self.is_rounding_small else self.bound
 
     @property
     def _num_screening(self) -> int:

@@ -4,7 +4,7 @@ themselves give in the course of time, and how audits moved that.
 Tables of the model hold for all kinds of questions, so the worst kind decides. What its own
 documents prove (`calibrate/own_evidence.py`) holds for one knowledge base, and for prompts like
 those that were asked: there the least ratio passes that either of the two lets through, the latter
-within half the bound.
+within a quarter of the bound.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
 from kvweave.app.auto.facts import CalibratedGate, counted_tokens
-from kvweave.calibrate.gate import ELSEWHERE, Table, speaking_beside
+from kvweave.calibrate.gate import MADE, Table, speaking_beside
 from kvweave.calibrate.own_evidence import OwnEvidence
 from kvweave.calibrate.profiles import DecoderTables
 from kvweave.plan.plan import Gate, PromptShape, Verdict
@@ -35,7 +35,7 @@ class EvidencedGate:
         # made questions have no history
         if shape.has_history or not speaking_beside(self._made, self._tables, *size):
             return calibrated
-        held_to = ELSEWHERE * bound if self._tables else bound
+        held_to = MADE * bound if self._tables else bound
         found = self._evidenced.min_ratio(strategy, held_to, shape)
         if found.ratio is None:
             return calibrated
