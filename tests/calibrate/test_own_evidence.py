@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvweave.calibrate.gate import Cell, choose, worst_cells
+from kvweave.calibrate.gate import MADE_ALONE, Cell, choose, worst_cells
 from kvweave.calibrate.measure import Outcome
 from kvweave.calibrate.own_evidence import (
     CANDIDATES,
@@ -26,7 +26,8 @@ from kvweave.calibrate.own_evidence import (
 from kvweave.calibrate.trials import TrialScore
 
 SUBJECT = EvidenceSubject("revision", "bfloat16", "filler:4", "context", "preamble", 12, "int8")
-BOUND = 0.02
+BOUND = 0.02  # that answers are held to
+SET = BOUND / MADE_ALONE  # that is set: made questions are held to less
 
 
 def make_answer(
@@ -64,17 +65,17 @@ ALLOWED = Cell("weave", 0.35, 0.5, 0.01, 0.008, 0.012, 0.02, 0.1, 0.0, 1.0, 0.0)
 
 
 def test_where_something_is_let_through_only_less_of_it_is_tried() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND, allowed=ALLOWED)
+    evidence = OwnEvidence(SUBJECT, SET, allowed=ALLOWED)
     assert evidence.next_settings() == ((("weave", 0.15), ("weave", 0.25)), False)
     assert evidence.state() == ("measuring", 0, LOOKS[-1], "weave", 0.35, "")
-    least = OwnEvidence(SUBJECT, BOUND, allowed=replace(ALLOWED, ratio=RATIOS[0]))
+    least = OwnEvidence(SUBJECT, SET, allowed=replace(ALLOWED, ratio=RATIOS[0]))
     assert least.is_over, "nothing that is tried is less"
-    wants_more = OwnEvidence(SUBJECT, BOUND, allowed=replace(ALLOWED, strategy="qcfuse"))
+    wants_more = OwnEvidence(SUBJECT, SET, allowed=replace(ALLOWED, strategy="qcfuse"))
     assert wants_more.is_over, "it reads more than chunk KV, which nobody has made here"
 
 
 def test_less_is_let_through_from_a_hundred_questions_on() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND, allowed=ALLOWED)
+    evidence = OwnEvidence(SUBJECT, SET, allowed=ALLOWED)
     fill(evidence, LOOKS[1], GOOD, best="weave")
     assert evidence.tables() == (), "few questions take nothing back that many have shown"
     assert evidence.state()[3:5] == ("weave", 0.35)
@@ -87,7 +88,7 @@ def test_less_is_let_through_from_a_hundred_questions_on() -> None:
 
 
 def test_what_may_still_be_cheaper_is_asked_for_until_the_last_look() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND, allowed=ALLOWED)
+    evidence = OwnEvidence(SUBJECT, SET, allowed=ALLOWED)
     close = {**GOOD, 0.15: BOUND}
     fill(evidence, LOOKS[2], close, best="weave", spread=1.5)
     assert evidence.state().ratio == 0.25
@@ -102,7 +103,7 @@ def test_what_may_still_be_cheaper_is_asked_for_until_the_last_look() -> None:
 def test_what_was_let_through_stays_where_no_less_is_enough(
     kl: dict[float, float], how: dict[str, object], why: str
 ) -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND, allowed=ALLOWED)
+    evidence = OwnEvidence(SUBJECT, SET, allowed=ALLOWED)
     fill(evidence, LOOKS[0], kl, best="weave", **how)
     state = evidence.state()
     assert evidence.is_over, "at the first look"
@@ -114,7 +115,7 @@ def test_what_was_let_through_stays_where_no_less_is_enough(
 def test_fewer_rows_with_more_close_calls_are_not_taken() -> None:
     """`margin` is below the lead of a close call in every other question: they are computed in
     full besides."""
-    evidence = OwnEvidence(SUBJECT, BOUND, allowed=ALLOWED)
+    evidence = OwnEvidence(SUBJECT, SET, allowed=ALLOWED)
     for number in range(LOOKS[2]):
         margin = 3.0 if number % 2 else 0.01
         fill(evidence, 1, GOOD, best="weave", margin=margin)
@@ -165,7 +166,7 @@ def test_lent_tables_do_not_count_where_rounding_may_be_too_much(
 
 
 def test_the_candidate_that_cost_least_in_the_screening_is_measured() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND)
+    evidence = OwnEvidence(SUBJECT, SET)
     settings, checks_noise = evidence.next_settings()
     assert settings == tuple(SettingName(name, SCREEN_RATIO) for name in CANDIDATES)
     assert not checks_noise
@@ -177,7 +178,7 @@ def test_the_candidate_that_cost_least_in_the_screening_is_measured() -> None:
 
 
 def test_the_gate_opens_after_the_first_look_and_more_is_asked_until_it_decides_alone() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND)
+    evidence = OwnEvidence(SUBJECT, SET)
     fill(evidence, SCREEN_QUESTIONS + LOOKS[0] - 1, GOOD)
     assert evidence.state().state == "measuring"
     fill(evidence, 1, GOOD)
@@ -205,7 +206,7 @@ def test_the_gate_opens_after_the_first_look_and_more_is_asked_until_it_decides_
 def test_what_cannot_come_within_the_bound_is_given_up_at_the_first_look(
     kl: dict[float, float], how: dict[str, object], why: str
 ) -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND)
+    evidence = OwnEvidence(SUBJECT, SET)
     fill(evidence, SCREEN_QUESTIONS + LOOKS[0], kl, **how)
     state = evidence.state()
     assert (state.state, state.ratio) == ("shut", None)
@@ -215,7 +216,7 @@ def test_what_cannot_come_within_the_bound_is_given_up_at_the_first_look(
 
 
 def test_what_stays_undecided_is_shut_in_the_end() -> None:
-    evidence = OwnEvidence(SUBJECT, BOUND)
+    evidence = OwnEvidence(SUBJECT, SET)
     undecided = dict.fromkeys(GOOD, BOUND)
     fill(evidence, SCREEN_QUESTIONS + LOOKS[0], undecided, spread=1.5)
     assert evidence.state().state == "measuring"
@@ -227,9 +228,9 @@ def test_what_stays_undecided_is_shut_in_the_end() -> None:
 def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "kv" / "calibration.json"
     path.parent.mkdir()
-    evidence = OwnEvidence(SUBJECT, BOUND, path)
+    evidence = OwnEvidence(SUBJECT, SET, path)
     fill(evidence, SCREEN_QUESTIONS + LOOKS[0] + 3, GOOD)
-    again = OwnEvidence(SUBJECT, BOUND, path)
+    again = OwnEvidence(SUBJECT, SET, path)
     assert again.num_answered == evidence.num_answered
     assert again.state() == evidence.state()
     assert again.tables() == evidence.tables()
@@ -238,22 +239,22 @@ def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_evidence_of_another_subject_or_a_broken_file_counts_for_nothing(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    fill(OwnEvidence(SUBJECT, BOUND, path), SCREEN_QUESTIONS, GOOD)
+    fill(OwnEvidence(SUBJECT, SET, path), SCREEN_QUESTIONS, GOOD)
     other = replace(SUBJECT, revision="another")
-    assert OwnEvidence(other, BOUND, path).num_answered == 0
-    less = OwnEvidence(SUBJECT, BOUND, path, ALLOWED)
+    assert OwnEvidence(other, SET, path).num_answered == 0
+    less = OwnEvidence(SUBJECT, SET, path, ALLOWED)
     fill(less, LOOKS[0], GOOD, best="weave")
     more = replace(ALLOWED, ratio=0.5)
-    assert OwnEvidence(SUBJECT, BOUND, path, more).num_answered == 0, "0.35 was never tried"
+    assert OwnEvidence(SUBJECT, SET, path, more).num_answered == 0, "0.35 was never tried"
     path.write_text('{"format": 1, "subject": ')
-    assert OwnEvidence(SUBJECT, BOUND, path).num_answered == 0
+    assert OwnEvidence(SUBJECT, SET, path).num_answered == 0
 
 
 def test_a_lead_without_a_second_choice_survives_the_file(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
-    evidence = OwnEvidence(SUBJECT, BOUND, path)
+    evidence = OwnEvidence(SUBJECT, SET, path)
     fill(evidence, SCREEN_QUESTIONS + LOOKS[0], GOOD, margin=math.inf)
-    assert OwnEvidence(SUBJECT, BOUND, path).tables() == evidence.tables()
+    assert OwnEvidence(SUBJECT, SET, path).tables() == evidence.tables()
 
 
 def test_the_chance_of_many_flips_is_that_of_a_binomial() -> None:

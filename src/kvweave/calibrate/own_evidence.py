@@ -33,7 +33,8 @@ from kvweave.calibrate.bootstrap import Bootstrap
 from kvweave.calibrate.gate import (
     CLOSE_CALLS,
     ENOUGH_QUESTIONS,
-    MADE,
+    MADE_ALONE,
+    MADE_BESIDE,
     MAX_FLIPS,
     Cell,
     Table,
@@ -239,7 +240,8 @@ class OwnEvidence:
 
     @property
     def _held_to(self) -> float:
-        return MADE * self.bound if self._is_beside and self.is_rounding_small else self.bound
+        is_beside = self._is_beside and self.is_rounding_small
+        return (MADE_BESIDE if is_beside else MADE_ALONE) * self.bound
 
     @property
     def _num_screening(self) -> int:

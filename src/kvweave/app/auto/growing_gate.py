@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from kvweave.app.audit.audit_log import AuditLog
 from kvweave.app.audit.audited_gate import AuditedGate, measured_ratios
 from kvweave.app.auto.facts import CalibratedGate, counted_tokens
-from kvweave.calibrate.gate import MADE, Table, speaking_beside
+from kvweave.calibrate.gate import MADE_ALONE, MADE_BESIDE, Table, speaking_beside
 from kvweave.calibrate.own_evidence import OwnEvidence
 from kvweave.calibrate.profiles import DecoderTables
 from kvweave.plan.plan import Gate, PromptShape, Verdict
@@ -30,13 +30,14 @@ class EvidencedGate:
         self._evidenced = CalibratedGate(made, preamble)
 
     def min_ratio(self, strategy: str, bound: float, shape: PromptShape) -> Verdict:
+        if not self._tables:
+            return self._evidenced.min_ratio(strategy, MADE_ALONE * bound, shape)
         calibrated = self._calibrated.min_ratio(strategy, bound, shape)
         size = shape.num_chunks, counted_tokens(shape)
         # made questions have no history
         if shape.has_history or not speaking_beside(self._made, self._tables, *size):
             return calibrated
-        held_to = MADE * bound if self._tables else bound
-        found = self._evidenced.min_ratio(strategy, held_to, shape)
+        found = self._evidenced.min_ratio(strategy, MADE_BESIDE * bound, shape)
         if found.ratio is None:
             return calibrated
         return found if calibrated.ratio is None or found.ratio < calibrated.ratio else calibrated

@@ -10,7 +10,8 @@ from kvweave.calibrate.gate import (
     BOUND,
     ELSEWHERE,
     ENOUGH_QUESTIONS,
-    MADE,
+    MADE_ALONE,
+    MADE_BESIDE,
     OWN,
     Cell,
     Table,
@@ -102,7 +103,7 @@ class KVWorth:
         for a profile that cannot be read."""
         evidence, tables = self.evidence, self.find_tables()
         found = evidence.tables()
-        made, share = speaking_beside(found, tables), MADE if tables else 1.0
+        made, share = speaking_beside(found, tables), MADE_BESIDE if tables else MADE_ALONE
         why = self.why_shut(tables, bound)
         if why is None or evidence.is_asked or self._find_allowed(made, share * bound) is not None:
             return None
