@@ -27,13 +27,12 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-from kvweave.paths import sha256_of
-
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 from kvweave.model.files.embedded import EMBEDDED
 from kvweave.model.files.sources import Workplace, fetch_first
+from kvweave.paths import sha256_of
 
 REPO = Path(__file__).resolve().parents[2]
 PIECE_BYTES = 55_000_000  # beside the tree, below 64 MiB
