@@ -60,6 +60,10 @@ def test_listeners_hear_behind_the_first_token_on_the_thread_that_reads(
         assert heard == [get_ident()], "also where another has given it up"
         stream.close()
         assert len(heard) == 1
+        stream = TokenStream(client, plain([1, 2, 3]), (lambda _: heard.append(get_ident()),))
+        next(stream)
+        stream.close()
+        assert len(heard) == 2, "one token was enough for its reader"
     finally:
         client.close()
 

@@ -64,6 +64,7 @@ class TokenStream(Iterator[Choice]):
         self._listeners = listeners
         self._counted = client.answers.one()
         self._begun = False  # its first token is there
+        self._reader = 0  # the thread that asked for a token last
         self._lock = threading.Lock()  # guards the next two
         self._ticket: Ticket | None = None
         self._closed = False
@@ -81,6 +82,7 @@ class TokenStream(Iterator[Choice]):
             return self._ticket
 
     def __next__(self) -> Choice:
+        self._reader = threading.get_ident()
         ticket = self.begin()
         self._tell()
         if ticket is None:
@@ -92,19 +94,18 @@ class TokenStream(Iterator[Choice]):
             return choice
         except BaseException:  # it is over
             self.close()
-            self._tell()
             raise
 
     def close(self) -> None:
         """No more of it is wanted. Any thread; harmless the second time."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+            was_closed, self._closed = self._closed, True
             ticket = self._ticket
-        if ticket is not None:
+        if ticket is not None and not was_closed:
             ticket.cancel()
             self._counted.__exit__(None, None, None)
+        if threading.get_ident() == self._reader:  # the first token was the last it wanted
+            self._tell()
 
     def _tell(self) -> None:
         """Have the listeners hear of a first token that was handed out, once. On the thread that
