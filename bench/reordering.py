@@ -4,8 +4,8 @@ Open-loop Poisson arrivals of skewed questions over MTRAG's passages, exact pref
 that holds a part of what is asked for. Every rate is offered twice in turns: first come first
 served, and as the engine does it, where the request that finds most of its prompt in the tree goes
 first and none is overtaken more than 32 times. Both have the same questions at the same moments,
-and overlap what is on their way. First come first served also puts off nobody for long because another
-computes the same tokens now. Rates are multiples of what is answered one request at a time.
+and overlap what is on their way. First come first served also puts off nobody for long because
+another computes the same tokens now. Rates are multiples of what is answered one at a time.
 
     python bench/reordering.py --data ../shared/data --out bench/results/reordering-cpu.json
 """

@@ -857,8 +857,8 @@ SHOWN = (
         (
             Figure(
                 "auto",
-                "hit rate of `auto`, the default, over the best policy of each setting, mean (least to "
-                "most), passages found by words: MMLU / NQ / MMLU by subject",
+                "hit rate of `auto`, the default, over the best policy of each, mean (least "
+                "to most), passages found by words: MMLU / NQ / MMLU by subject",
                 lambda r: listed(
                     [
                         _spread(r["by_set"][s]["auto_over_best_of_each"])
