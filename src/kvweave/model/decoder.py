@@ -89,7 +89,7 @@ class Decoder:
 
     @cached_property
     def revision_in_float32(self) -> str | None:
-        """The same weights in float32, whose tables hold for a half type once its rounding was
+        """Names these weights in float32; their tables hold for a half type once its rounding was
         measured and is small (`calibrate/own_evidence.py`); None: it computes in float32."""
         if self.dtype == torch.float32:
             return None

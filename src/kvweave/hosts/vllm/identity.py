@@ -50,7 +50,7 @@ class ModelIdentity:
         return variant_name(self.preparation.variant, self.texts.filler)
 
     def with_lora(self, lora: Adapter | None) -> "ModelIdentity":
-        """The same weights with an adapter on them: another model to whoever looks for chunk KV."""
+        """Names these weights with an adapter on: another model to whoever looks for chunk KV."""
         if lora is None:
             return self
         name = f"{self.context.model}|lora {lora.digest}"

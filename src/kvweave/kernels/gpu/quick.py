@@ -24,8 +24,8 @@ MOST_INT32 = 2**31 - 1
 
 
 class QuickKernel:
-    """As the kernel it is made of: `kernel[grid](*arguments, **constants)`. Constants come last in
-    its signature, all of them are given, and by name."""
+    """Is called as the kernel it is made of: `kernel[grid](*arguments, **constants)`. Constants
+    come last in its signature, all of them are given, and by name."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
