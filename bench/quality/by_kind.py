@@ -46,6 +46,7 @@ from quality.kinds import SETS, read_set
 
 RATIOS = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7)
 STRATEGIES = ("weave", "weave-deep")
+MAX_TOKENS = 20_000  # of a prompt
 # What many users write: longer than ours, and about something else.
 OTHER_SYSTEM = (
     "You are Ada, the friendly assistant of a software company. You help customers with questions "
@@ -127,7 +128,7 @@ def read_cases(args: argparse.Namespace) -> list[Task]:
         for name in SETS:
             records = read_set(args.data, tokenizer, name)
             cases = [make_case(tokenizer, record) for record in records]
-            made[name] = [case for case in cases if case.num_tokens < 8000]
+            made[name] = [case for case in cases if case.num_tokens < MAX_TOKENS]
             tokens = sum(case.num_tokens for case in made[name]) / len(made[name])
             chunks = sum(len(case.chunks) for case in made[name]) / len(made[name])
             print(f"{name}: {len(made[name])} questions, {tokens:.0f} tokens, {chunks:.1f} chunks")

@@ -1,12 +1,12 @@
 """Questions of several kinds, from the data sets, as records that calibration measures on.
 
     kind            calibrated on                        held out
-    single-hop      NQ, with passages of others          ClapNQ
-                    SQuAD, 20 chunks
-    multi-hop       HotpotQA, 5 passages                 2Wiki, MuSiQue, 5 passages each
-                    HotpotQA, 10 passages                2Wiki, MuSiQue, CacheBlend's MuSiQue
-    document        SQuAD's articles, 6 pieces           (CacheBlend's MuSiQue is cut, too)
-                    the same, 24 pieces
+    single-hop      NQ, with passages of others          ClapNQ, with passages of others:
+                    SQuAD: 10 and 20 chunks              6, 11 and 22 chunks
+    multi-hop       HotpotQA: 3, 5 and 10 passages,      2Wiki, MuSiQue: 5 passages each
+                    and with those of others 20          2Wiki, MuSiQue, CacheBlend's MuSiQue
+    document        SQuAD's articles: 3, 6, 12 and 24    (CacheBlend's MuSiQue is cut, too)
+                    pieces, and 24 long ones
     conversation    MTRAG, from the second turn on       MTRAG-UN
 
 A kind is measured at several numbers of chunks: what a prompt has decides which of them speaks.
@@ -57,8 +57,8 @@ def _plain(name: str, context_tokens: int = 0) -> Reader:
     return read
 
 
-def _few(name: str) -> Reader:
-    """A file of multi-hop records with NUM_CHUNKS passages of each: those that answer the question,
+def _few(name: str, num_chunks: int = NUM_CHUNKS) -> Reader:
+    """A file of multi-hop records with `num_chunks` passages of each: those that answer the question,
     and the first of the others, as they stand in the file."""
 
     def read(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
@@ -67,7 +67,7 @@ def _few(name: str) -> Reader:
             every = raw["passages"]
             needed = [i for i, p in enumerate(every) if p["is_supporting"]]
             others = [i for i, p in enumerate(every) if not p["is_supporting"]]
-            taken = sorted(needed + others[: max(0, NUM_CHUNKS - len(needed))])
+            taken = sorted(needed + others[: max(0, num_chunks - len(needed))])
             named = [(every[i]["title"], every[i]["text"]) for i in taken]
             made.append(QuestionRecord(raw["question"], (), pieces_of(tokenizer, named)))
         return made
@@ -120,7 +120,7 @@ def _unanswerable(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
     return made
 
 
-def _document(num_chunks: int) -> Reader:
+def _document(num_chunks: int, chunk_tokens: int = 256) -> Reader:
     """SQuAD's articles, whole, cut as ingest cuts documents: the piece that has the answer, and the
     pieces around it. What a question finds in long documents are often neighbours in them."""
 
@@ -131,7 +131,7 @@ def _document(num_chunks: int) -> Reader:
         pieces: dict[str, tuple[Passage, ...]] = {}
         starts: dict[str, int] = {}  # which piece a paragraph begins in
         for title, paragraphs in texts.items():
-            cut = list(Chunker(tokenizer).cut(title, "\n\n".join(text for _, text in paragraphs)))
+            cut = list(Chunker(tokenizer, chunk_tokens).cut(title, "\n\n".join(text for _, text in paragraphs)))
             whole = "\n\n".join(text for _, text in paragraphs)
             pieces[title] = tuple(Passage(whole[c.start : c.end], title) for c in cut)
             at = 0
@@ -186,10 +186,29 @@ SETS = {
         _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz", 3000),
         count=400,
     ),
+    "hotpot-3": QuestionSet(
+        "multi-hop", False, _few("hotpotqa/hotpotqa_distractor.jsonl.gz", 3), first=80, count=600
+    ),
+    "hotpot-20": QuestionSet(
+        "multi-hop",
+        False,
+        _plain("hotpotqa/hotpotqa_distractor.jsonl.gz", 2900),
+        first=80,
+        count=400,
+    ),
+    "squad-10": QuestionSet(
+        "single-hop", False, _plain("squad_v1.1_dev/squad_bm25_10passages.jsonl.gz"), count=400
+    ),
     "squad-doc": QuestionSet("document", False, _document(6), count=800),
     "squad-doc-long": QuestionSet("document", False, _document(24), count=400),
+    "squad-doc-3": QuestionSet("document", False, _document(3), count=800),
+    "squad-doc-12": QuestionSet("document", False, _document(12), count=400),
+    # pieces as long as a user may cut them: prompts of 8,000 tokens
+    "squad-doc-8k": QuestionSet("document", False, _document(24, 700), count=200),
     "mtrag": QuestionSet("conversation", False, _conversations),
     "clapnq": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 900)),
+    "clapnq-10": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 1700)),
+    "clapnq-20": QuestionSet("single-hop", True, _plain("clapnq_dev/clapnq_dev.jsonl.gz", 3400)),
     "2wiki": QuestionSet("multi-hop", True, _plain("2wikimultihopqa/2wiki.jsonl.gz"), first=80),
     "musique": QuestionSet("multi-hop", True, _plain("musique/musique_ans.jsonl.gz"), first=80),
     "2wiki-5": QuestionSet("multi-hop", True, _few("2wikimultihopqa/2wiki.jsonl.gz"), first=80),
