@@ -5,7 +5,8 @@
 
 Starts `kvweave serve` with its defaults and a fresh home for each model, uploads documents to
 knowledge bases of several chunk sizes and asks over HTTP; nothing is calibrated or measured by
-hand. A model `random:NAME` is `--shape NAME`: random weights, fused by permission. The parts:
+hand. A model `random:NAME` is `--shape NAME`: random weights, fused by permission; `stranger:NAME`
+and `noise:NAME` are models that no packaged table names (product_parts/strangers.py). The parts:
 
     upload  from the end of the first upload on, one question after the other until one is fused.
             Then, and at once for other knowledge bases, chunk KV is made to the end (`prepare`):
@@ -47,6 +48,7 @@ from product_parts.asking import Reply, ask_chat
 from product_parts.figures import percentile
 from product_parts.pages import MAX_TOKENS, Workload, ask_about, make_bases, read_documents
 from product_parts.servers import RunningServer, own_home, settle, start_kvweave
+from product_parts.strangers import prepare_model
 from throughput.open_loop import Probe, alone, highest_rate, probe
 
 PARTS = ("upload", "calibrate", "ttft", "kl", "load")
@@ -87,9 +89,10 @@ class Bench:
         sizes = [each.split("x") for each in given.split(",")]
         workloads = [Workload(int(k), int(tokens)) for k, tokens in sizes]
         home, root = own_home(folder), folder / "kb"
-        make_bases(model, root, {each.chunk_tokens for each in workloads})
+        served = prepare_model(model, folder / "model")
+        make_bases(served, root, {each.chunk_tokens for each in workloads})
         began_s = time.perf_counter()
-        server = start_kvweave("kvweave", model, root, home, self.args.device)
+        server = start_kvweave("kvweave", served, root, home, self.args.device)
         try:
             rows["start_s"] = round(time.perf_counter() - began_s, 1)
             run = ModelRun(self.args, server, workloads, self.files, rows)
