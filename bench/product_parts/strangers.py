@@ -20,7 +20,7 @@ COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def prepare_model(name: str, folder: Path) -> str:
-    """Return what `kvweave serve` takes for `name`: the folder of a stranger, or the name itself."""
+    """Return what `kvweave serve` takes for `name`: a stranger's folder, or the name itself."""
     kind, _, source_name = name.partition(":")
     if kind not in KINDS:
         return name

@@ -58,8 +58,8 @@ def _plain(name: str, context_tokens: int = 0) -> Reader:
 
 
 def _few(name: str, num_chunks: int = NUM_CHUNKS) -> Reader:
-    """A file of multi-hop records with `num_chunks` passages of each: those that answer the question,
-    and the first of the others, as they stand in the file."""
+    """A file of multi-hop records with `num_chunks` passages of each: those that answer the
+    question, and the first of the others, as they stand in the file."""
 
     def read(data: Path, tokenizer: Tokenizer) -> list[QuestionRecord]:
         made = []
@@ -131,8 +131,8 @@ def _document(num_chunks: int, chunk_tokens: int = 256) -> Reader:
         pieces: dict[str, tuple[Passage, ...]] = {}
         starts: dict[str, int] = {}  # which piece a paragraph begins in
         for title, paragraphs in texts.items():
-            cut = list(Chunker(tokenizer, chunk_tokens).cut(title, "\n\n".join(text for _, text in paragraphs)))
             whole = "\n\n".join(text for _, text in paragraphs)
+            cut = list(Chunker(tokenizer, chunk_tokens).cut(title, whole))
             pieces[title] = tuple(Passage(whole[c.start : c.end], title) for c in cut)
             at = 0
             for pid, text in paragraphs:
