@@ -63,6 +63,20 @@ def disk_speedup(run: Run, size: str, codec: str) -> str:
     return times(full / cell["ttft_ms"])
 
 
+def over_prefix(run: Run, way: str, stock: str) -> str:
+    """Stock vLLM's median first token over the connector's."""
+    alone = {name: rows["alone"] for name, rows in run["systems"].items()}
+    return times(alone["stock"][stock]["p50_ms"] / alone["connector"][way]["p50_ms"])
+
+
+def rate_over_prefix(run: Run, way: str) -> str:
+    """Requests a second that the connector keeps the bound at, over stock vLLM's."""
+    loads = {name: rows["load"] for name, rows in run["systems"].items()}
+    return times(
+        loads["connector"][f"connector_{way}_8k"]["rate"] / loads["stock"]["prefix_8k"]["rate"]
+    )
+
+
 def over_vllm(run: Run, group: str) -> str:
     vllm, ours = (
         pick(run["cells"], group=group, arm=arm)["ttft_p50_ms"] for arm in ("vllm", "default")
@@ -191,6 +205,57 @@ SHOWN = (
                 "different",
                 "answers of 70 that differ; both in float32 and beside tests on the same GPU",
                 lambda r: str(r["different_answers"]),
+            ),
+        ),
+    ),
+    Result(
+        "copy_identity-h200",
+        code(*GPU, "engine"),
+        (
+            Figure(
+                "different",
+                "answers of so many that differ, 8 at a time, in float32",
+                lambda r: f"{r['different_answers']} of {r['answers']:,}",
+            ),
+        ),
+    ),
+    Result(
+        "vllm-h200",
+        code("hosts", *GPU, *FUSED),
+        (
+            Figure(
+                "8k",
+                "8B shape, 20 chunks of 400 tokens in orders never seen, vLLM's first token with "
+                "its prefix cache over the connector's with 15 % of the rows",
+                partial(over_prefix, way="connector_15_8k", stock="prefix_8k"),
+            ),
+            Figure(
+                "8k_reuse",
+                "… with none recomputed",
+                partial(over_prefix, way="connector_0_8k", stock="prefix_8k"),
+            ),
+            Figure(
+                "32k",
+                "20 chunks of 1,600 tokens, 15 % of the rows",
+                partial(over_prefix, way="connector_15_32k", stock="prefix_32k"),
+            ),
+            Figure(
+                "32k_reuse",
+                "… with none recomputed",
+                partial(over_prefix, way="connector_0_32k", stock="prefix_32k"),
+            ),
+            Figure(
+                "nothing",
+                "where nothing can be reused, 8,000 and 32,000 tokens, 3 requests each",
+                lambda r: listed(
+                    [over_prefix(r, way=each, stock=each) for each in ("nothing_8k", "nothing_32k")]
+                ),
+            ),
+            Figure(
+                "rate",
+                "requests a second of 8,000 tokens at equal p95, 15 % of the rows over vLLM's "
+                "prefix cache; none recomputed",
+                lambda r: listed([rate_over_prefix(r, way) for way in ("15", "0")]),
             ),
         ),
     ),
