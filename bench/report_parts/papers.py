@@ -183,7 +183,7 @@ FUSIONRAG = (
         "storage −71 %, recomputations −82.3 %, hit rate 77.9 %",
         "−{altpath-cpu:storage}, −{altpath-cpu:recomputed}, {altpath-cpu:hits}",
         "bench/altpath.py",
-        "better, in a simulation of another store than the product's",
+        "better, simulated: what the product stores, by its own rules",
     ),
     Claim(
         "Fig. 19, host memory",
