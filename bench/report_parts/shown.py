@@ -966,8 +966,8 @@ SHOWN = (
             ),
             Figure("hits", "hit rate", lambda r: percent(r["hit_rate"])),
         ),
-        "FusionRAG: 71 %, 82.3 %, 77.9 %. Ours is simulated: the product's rules say what is stored, "
-        "copies are counted and not bytes.",
+        "FusionRAG: 71 %, 82.3 %, 77.9 %. Ours is simulated: the product's rules say what is "
+        "stored, copies are counted and not bytes.",
     ),
     Result(
         "planner-cpu",
