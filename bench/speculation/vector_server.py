@@ -72,7 +72,7 @@ class Collections:
         effort = (body.get("params") or {}).get("hnsw_ef") or SEARCH_EFFORT
         with self._lock:
             graph, full = self._graphs.get(name) or self._build(name)
-            vector = np.array(body["query"], np.float32)
+            vector = np.array(body["query"]["nearest"], np.float32)
             hits, compared = self._compared(graph, vector, body["limit"], effort)
             return hits, compared / full
 
