@@ -2,28 +2,34 @@
 
 The simulation FusionRAG describes: 1,000 queries whose chunks are 60 % from the knowledge base
 (precomputed), 30 % newly uploaded but shared between users, 10 % seen once. Its text leaves chunks
-per query, pool sizes and skew open; ours are printed. Three caches see the same queries, unbounded:
+per query, pool sizes and skew open; ours are printed. The caches see the same queries, unbounded:
 
     prefix chain   a chunk is found behind its whole path only; every new path is stored
     listing        FusionRAG's lookup by shorter paths; a new chunk is stored under its full path
-    content        ours: the exact tree is asked first, one copy per unique chunk by content
-    content at 2   the same, kept when it was asked for twice, so that what is seen once takes no
-                   room; documents that come with requests are kept so, those of a knowledge base
-                   at first sight
+    product        what `kvweave serve` stores by default: chunk KV behind a filler, of the
+                   knowledge base from the start, of what requests bring from the second on; an
+                   isolated second copy of a chunk that stood first, and, in idle time, of chunks
+                   that questions found, a bounded share of them
+    never idle     the same without the copies of idle time
 
-All three start warm: the knowledge base's chunks are precomputed, right behind the preamble, and
-`--warm` queries of the same kind went before the counted ones. Ours keeps a real knowledge tree of
-`--tree-nodes` chunks besides, fed by the promotion rule (a chunk enters when it was asked for
-twice), and its nodes count as storage.
+All start warm: the knowledge base's chunks are precomputed, and `--warm` queries of the same kind
+went before the counted ones. The product's rules are its own classes (promotion, front copies, the
+lookup by paths, a knowledge tree of `--tree-nodes` chunks, which count as storage); what they would
+compute and store is counted here and not computed. A chunk that stands first is found there with
+its isolated copy alone, elsewhere with the one behind the filler, as the product takes them. A
+repeated computation is one of a chunk that was computed before, be it with a prompt or beside
+prompts for a copy: the chunk that comes back is computed once more to be stored.
 
     python bench/altpath.py --out bench/results/altpath-cpu.json
 """
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import numpy as np
 from rich.console import Console
@@ -32,14 +38,25 @@ from rich.table import Table
 from common.admission import num_worth_keeping
 from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
+from kvweave.app.library.corpus_kv import FRONT_SHARE
+from kvweave.app.library.front_kv import FrontKV
+from kvweave.app.library.kv_behind import ChunkPromotion
+from kvweave.app.library.kv_maker import KVMaker, WantedKV
+from kvweave.corpus.chunker import make_chunk_id
+from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.kv.lookup import Peek, Residency
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
 from kvweave.plan.ordering import PROMOTION, AccessTable
 from kvweave.plan.other_paths import AlternativePaths
-from kvweave.types import ChunkId
+from kvweave.types import Chunk, ChunkId
 
 KNOWN, SHARED = 0.6, 0.3  # the rest is unique
 CHUNK_TOKENS = 256
 PUBLISHED = {"storage_saved": 0.71, "recomputations_avoided": 0.823, "hit_rate": 0.779}
+
+
+Key = tuple[str, ChunkId]  # behind what, and which chunk
 
 
 class Outcome(NamedTuple):
@@ -100,35 +117,154 @@ def by_path(
     return Outcome(len(stored), repeats, hits, 0 if shorter else hits)
 
 
-def content(
+class CountingStore:
+    """What is stored, by name: as much of a store and its encoder as the product's rules ask."""
+
+    preamble_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.copies: set[Key] = set()
+        self.context = SimpleNamespace(context_id=lambda: b"")
+        self.preparation = SimpleNamespace(variant=SimpleNamespace(kind="filler"))
+        self.texts = SimpleNamespace(filler=())
+
+    @property
+    def store(self) -> "CountingStore":
+        return self
+
+    def key(self, token_ids: Sequence[int]) -> Key:
+        return "filler", make_chunk_id(token_ids)
+
+    def exact_key(self, token_ids: Sequence[int]) -> Key:
+        return "isolated", make_chunk_id(token_ids)
+
+    def peek(self, keys: Sequence[Key]) -> list[Peek]:
+        return [self._peek(key in self.copies) for key in keys]
+
+    @staticmethod
+    def _peek(is_there: bool) -> Peek:
+        return Peek(Residency.HERE, "disk", 1) if is_there else Peek(Residency.ABSENT, None, None)
+
+    def plain_bytes(self, num_tokens: int) -> int:
+        return 1
+
+
+class Product:
+    """What the product stores by default, through its real rules; they hear of the KV they want
+    here and find it stored."""
+
+    def __init__(self, known: Sequence[ChunkId], tree_nodes: int, *, is_idle: bool) -> None:
+        self._chunks: dict[ChunkId, Chunk] = {}  # by id
+        self._known = {self.chunk(name).id for name in known}
+        self._is_idle = is_idle
+        self._encoder = CountingStore()
+        self._encoder.copies |= {("filler", each) for each in self._known}
+        self.computed = set(self._known)
+        self.repeats = 0
+        encoder = cast(ChunkEncoder, self._encoder)
+        maker = cast(KVMaker, SimpleNamespace(want=self._want))
+        self._promotion = ChunkPromotion(1 << 20, PROMOTION, maker)
+        catalogue = SimpleNamespace(chunks=lambda ids: {each: self._chunks[each] for each in ids})
+        kb = cast(KnowledgeBase, SimpleNamespace(catalogue=catalogue))
+        self._fronts = FrontKV(kb, encoder, self._front_room)
+        self._fronts.add([self._chunks[each] for each in self._known])
+        self._found = Counter[ChunkId]()
+        preamble = ChunkRef(ChunkId("preamble"), CHUNK_TOKENS)
+        config = TreeConfig(1 + tree_nodes, 0)  # a byte per chunk, and one for the preamble
+        pages = Pages(1, None)
+        self.tree = KnowledgeTree(config, CountingOwner(), lambda x, y: float(y), preamble, pages)
+        self._paths = AlternativePaths(self.tree, self._has_copy)
+        self._table = AccessTable()
+
+    @property
+    def num_stored(self) -> int:
+        """Copies by content."""
+        return len(self._encoder.copies)
+
+    def chunk(self, name: ChunkId) -> Chunk:
+        """The chunk of a name: a token of its own."""
+        ids = (*name.encode(),)
+        made = Chunk(make_chunk_id(ids), "", "", ids)
+        return self._chunks.setdefault(made.id, made)
+
+    def ask(self, names: Sequence[ChunkId]) -> tuple[int, int]:
+        """Answer a query: chunks that were found, and those of them that are exact by the tree."""
+        chunks = [self.chunk(name) for name in names]
+        ids = [chunk.id for chunk in chunks]
+        found = self._paths.find(ids)
+        exact = [each is not None and each.exact and each.node is not None for each in found]
+        stored = [
+            self._key(place, each) in self._encoder.copies for place, each in enumerate(chunks)
+        ]
+        at_once = self._paths.only_elsewhere(ids)
+        hits = [is_exact or is_stored for is_exact, is_stored in zip(exact, stored, strict=True)]
+        for chunk, is_hit in zip(chunks, hits, strict=True):
+            if not is_hit:
+                self._compute(chunk.id)
+        grow(self.tree, [ChunkRef(each, CHUNK_TOKENS) for each in ids], self._table)
+        self._found.update(each for each in ids if each in self._known)
+        encoder = cast(ChunkEncoder, self._encoder)
+        tokens = [chunk.token_ids for chunk in chunks]
+        self._promotion.saw(encoder, tokens, at_once, has_front=True)
+        if self._is_idle:
+            self._make_ahead()
+        return sum(hits), sum(exact)
+
+    def _key(self, place: int, chunk: Chunk) -> Key:
+        """As `named_kv` takes it."""
+        name = self._encoder.exact_key if place == 0 else self._encoder.key
+        return name(chunk.token_ids)
+
+    def _want(self, wanted: WantedKV) -> None:
+        """As `KVMaker` makes it: the first chunk of a prompt is taken from there."""
+        chunk, is_known = wanted.chunk, wanted.chunk.id in self._known
+        name = self._encoder.exact_key if wanted.in_front else self._encoder.key
+        if name(chunk.token_ids) in self._encoder.copies or (wanted.is_only_taken and not is_known):
+            return
+        if not wanted.in_front:
+            self._compute(chunk.id)
+        self._encoder.copies.add(name(chunk.token_ids))
+        if wanted.in_front and is_known:
+            self._fronts.add([chunk])
+
+    def _make_ahead(self) -> None:
+        rank = [each for each, _ in self._found.most_common()]
+        while (chunk := self._fronts.next(rank)) is not None:
+            self._compute(chunk.id)
+            self._encoder.copies.add(self._encoder.exact_key(chunk.token_ids))
+            self._fronts.done(chunk)
+
+    def _compute(self, chunk_id: ChunkId) -> None:
+        self.repeats += chunk_id in self.computed
+        self.computed.add(chunk_id)
+
+    def _has_copy(self, chunk_id: ChunkId) -> bool:
+        return ("filler", chunk_id) in self._encoder.copies
+
+    def _front_room(self) -> int:
+        """As `CorpusKV` has it, where the disk is large."""
+        return int(FRONT_SHARE * len(self._known)) - self._fronts.num_bytes()
+
+
+def product(
     queries: list[list[ChunkId]],
     known: list[ChunkId],
     args: argparse.Namespace,
-    threshold: int = 1,
+    *,
+    is_idle: bool = True,
 ) -> Outcome:
-    """Ours, through the real classes: tree, promotion, lookup. A copy is kept when a chunk was
-    computed for the `threshold`th time."""
-    preamble = ChunkRef(ChunkId("preamble"), CHUNK_TOKENS)
-    config = TreeConfig(1 + args.tree_nodes, 0)  # a byte per chunk, and one for the preamble
-    pages = Pages(1, None)
-    tree = KnowledgeTree(config, CountingOwner(), lambda x, y: float(y), preamble, pages)
-    copies, computed, table = set(known), Counter(known), AccessTable()
-    paths = AlternativePaths(tree, copies.__contains__)
-    repeats = hits = exact_hits = 0
+    """What the product stores and computes again."""
+    stored = Product(known, args.tree_nodes, is_idle=is_idle)
+    hits = exact_hits = repeats_warm = 0
     for number, query in enumerate(queries):
-        counts = number >= args.warm
-        for place, found in enumerate(paths.find(query)):
-            chunk = query[place]
-            if found is None or (not found.exact and chunk not in copies):
-                repeats += counts and chunk in computed
-                computed[chunk] += 1
-                if found is not None or computed[chunk] >= threshold:
-                    copies.add(chunk)  # the tree has it elsewhere: it is known to come back
-                continue
-            hits += counts
-            exact_hits += counts and found.exact
-        grow(tree, [ChunkRef(chunk, CHUNK_TOKENS) for chunk in query], table)
-    return Outcome(len(copies) + len(tree), repeats, hits, exact_hits)
+        if number == args.warm:
+            repeats_warm = stored.repeats
+        found, exact = stored.ask(query)
+        if number >= args.warm:
+            hits, exact_hits = hits + found, exact_hits + exact
+    return Outcome(
+        stored.num_stored + len(stored.tree), stored.repeats - repeats_warm, hits, exact_hits
+    )
 
 
 def grow(tree: KnowledgeTree, order: list[ChunkRef], table: AccessTable) -> None:
@@ -157,8 +293,8 @@ def main() -> None:
     caches = {
         "prefix chain": partial(by_path, shorter=False),
         "listing": partial(by_path, shorter=True),
-        "content": content,
-        "content at 2": partial(content, threshold=PROMOTION),
+        "product": product,
+        "never idle": partial(product, is_idle=False),
     }
     outcomes = {name: cache(queries, known, args) for name, cache in caches.items()}
     base = outcomes["prefix chain"]
@@ -195,7 +331,7 @@ def main() -> None:
             "commit": commit(),
             "device": cpu_device(),
             "config": config,
-            **{key: rows["content"][key] for key in PUBLISHED},
+            **{key: rows["product"][key] for key in PUBLISHED},
             "published": PUBLISHED,
             "rows": rows,
         },

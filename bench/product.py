@@ -418,8 +418,9 @@ def misses(fields: dict[str, Any], fired: Sequence[dict[str, Any]]) -> list[str]
         where = ", ".join(one["expected"])
         if one["fired"] is None and any(name in one["by_counter"] for name in one["expected"]):
             wrong.append(f"{one['mechanism']}: NOT THERE YET, no counter like {one['counter']}")
-        elif one["fired"] is False and not one["refused"]:
-            wrong.append(f"{one['mechanism']} did not fire in {where}")
+        elif one["fired"] is False:
+            why = "; ".join(one["refused"][:SOME]) or "not every answer says why"
+            wrong.append(f"{one['mechanism']} did not fire in {where}: {why}")
     return wrong
 
 
@@ -451,9 +452,6 @@ def show(
         table.add_row(one["mechanism"], said, *counts)
     console.print(table)
     console.print("* expected there")
-    for one in fired:
-        for reason in one["refused"][:SOME]:
-            console.print(f"{one['mechanism']} was refused: {reason}", highlight=False)
     for line in wrong:
         console.print(f"[red]missed[/] {line}", highlight=False)
 

@@ -11,7 +11,8 @@ from kvweave.cli import COMMANDS
 from kvweave.engine.config import EngineConfig
 from kvweave.serve.wire.chat import ChatRequest
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+TESTS = Path(__file__).resolve().parent
+DOCS = TESTS.parent / "docs"
 
 
 def first_column(text: str) -> set[str]:
@@ -61,3 +62,19 @@ def test_every_result_that_a_page_names_is_there() -> None:
     assert len(named) > 10
     kept = {path.name for path in (root / "bench" / "results").iterdir()}
     assert {(page, name) for page, name in named if name not in kept} == set()
+
+
+def test_tests_that_a_page_names_are_there() -> None:
+    """What holds a promise is named beside it."""
+    there = {
+        name
+        for path in TESTS.rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    named = {
+        name
+        for page in DOCS.glob("*.md")
+        for name in re.findall(r"`(test_\w+)`", page.read_text())
+    }
+    assert named
+    assert named <= there, named - there

@@ -270,7 +270,9 @@ QUOTED = [
             "app.answer.engine_target:GUESSES_ON_CPU",
             "app.answer.engine_target:GUESSES_ON_DEVICE",
         ),
-        ("asked with a quarter of the effort", "corpus.index.base:_efforts(1, 2) == [32, 128]"),
+        ("walked with a quarter of the effort", "corpus.index.base:_efforts(1, 2) == [32, 128]"),
+        ("The first {} searches that could have stages", "app.answer.guessing:TRIED"),
+        ("one for each {} chunks that it reads", "corpus.search:READ_AT_ONCE"),
     ),
     *quoted(
         "store.md",

@@ -91,7 +91,7 @@ class Encoder:
         """What the strategies `names` need beside the chunk KV."""
         found: dict[str, dict[ChunkKey, bytes]] = {}
         chunks = question.prompt.chunks
-        if "cachecraft" in names:
+        if "cachecraft-like" in names:
             found[INTER] = {
                 key: inter_attention(self.decoder, prefix, ids, layers)
                 .half()

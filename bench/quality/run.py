@@ -40,7 +40,7 @@ from quality.stats import Key, append_values, open_values, summarise
 SETS = ("2wiki", "hotpot", "musique")
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
 STRATEGIES = (
-    "random", "stride", "epic", "cacheblend", "cacheblend-k", "kvshare-like", "cachecraft",
+    "random", "stride", "epic", "cacheblend", "cacheblend-k", "kvshare-like", "cachecraft-like",
     "fusionrag", "fusionrag-code", "prophetkv", "qcfuse", "weave", "weave-deep",
 )  # fmt: skip
 

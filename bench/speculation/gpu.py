@@ -63,7 +63,7 @@ class ReplayedKB:
     def load_index(self) -> None:
         """There is none."""
 
-    def num_stages(self, k: int, stages: int) -> int:
+    def num_stages(self, k: int, stages: int, how: SearchOptions = BY_VECTOR) -> int:
         return min(stages, self.most_stages)
 
     def search(self, vector: Vector, k: int, how: SearchOptions = BY_VECTOR) -> list[Hit]:

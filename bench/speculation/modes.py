@@ -32,6 +32,7 @@ from kvweave.app.answer.stages import (
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.runtime import EngineClient
 from kvweave.corpus.knowledge_base import KnowledgeBase
+from kvweave.corpus.search import SearchOptions
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
 from kvweave.text.prompt import Prompt
@@ -163,7 +164,9 @@ class Bench:
         apart from those of the rounds before. The first question warms up."""
         by_mode = {name: Mode(name, self) for name in MODES}
         for each in learnt:
-            by_mode["auto"].paces.search.note_search(each.seconds, each.lists, len(each.lists))
+            by_mode["auto"].paces.search[SearchOptions().kind].note_search(
+                each.seconds, each.lists, len(each.lists)
+            )
         got: dict[str, list[Measured]] = {mode: [] for mode in MODES}
         again = [(r, question) for r in range(rounds) for question in questions[bool(r) :]]
         for number, (r, question) in enumerate(again):

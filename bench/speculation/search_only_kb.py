@@ -75,7 +75,7 @@ class SearchOnlyKB:
     def load_index(self) -> None:
         """It is there."""
 
-    def num_stages(self, k: int, stages: int) -> int:
+    def num_stages(self, k: int, stages: int, how: SearchOptions = BY_VECTOR) -> int:
         return self.index.num_stages(k, stages)
 
     def search_staged(

@@ -85,6 +85,7 @@ class Reason(StrEnum):
     NO_STAGES = "this search has no stages"
     NO_PROMPT_TIMED = "no prompt was timed yet"
     MADE_FIRST = "what the strategy needs beside chunk KV may have to be made first"
+    NO_GAIN = "a guess is not expected to gain time"
     SEARCH_TOO_SHORT = "the search is too short to compute anything beside it"
 
 

@@ -204,6 +204,8 @@ def test_without_a_knowledge_base_the_way_to_one_is_named(chat_model_folder: Pat
 
 
 def test_an_unknown_reuse_lists_the_known_ones(weave: Weave) -> None:
+    with pytest.raises(RequestError, match="reuse 'cachecraft' is called 'cachecraft-like' now"):
+        weave.ask("Why?", documents=[], reuse="cachecraft")
     with pytest.raises(RequestError, match="reuse 'magic' is unknown; known: full, auto, prefix"):
         weave.ask("Where?", reuse="magic")
 

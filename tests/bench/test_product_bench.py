@@ -145,6 +145,30 @@ def test_a_mechanism_fired_if_its_counter_grew_where_it_should(
     assert bool(misses(headline([]), [judged])) is (fired is not True)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["too short: 1 ms", ""], "x did not fire in a, z: too short: 1 ms"),
+        (["b", "a", "b"], "x did not fire in a, z: a; b"),
+        (["too short: 1 ms", None], "x did not fire in a, z: not every answer says why"),
+        ([""], "x did not fire in a, z: not every answer says why"),
+    ],
+)
+def test_a_mechanism_that_never_fired_is_missed_with_its_reason(
+    given: list[str | None], said: str
+) -> None:
+    mechanism = Mechanism("x", "x", ("a", "z"), False, lambda e: 0, lambda e: e["why"])
+    asked = [
+        one
+        for why in given
+        for one in make_asked("g", "default", 1, said={"why": why}, workload="a")
+    ]
+    judged = judge(mechanism, {"a": ({"x": 5.0}, {"x": 5.0})}, asked)
+    assert misses(headline([]), [judged]) == [said]
+    judged = judge(mechanism, {"a": ({"x": 5.0}, {"x": 6.0})}, asked)
+    assert misses(headline([]), [judged]) == []
+
+
 def test_a_counter_that_begins_later_counts_from_nothing() -> None:
     assert grown("x(_y)?", {"x": 1.0}, {"x": 2.0, "x_y": 3.0, "xz": 9.0}) == 4.0
     assert grown("q", {}, {"x": 2.0}) is None

@@ -99,7 +99,7 @@ def test_a_generous_bound_takes_plain_reuse_and_json_is_one_document(
     run: Run, chat_model_folder: Path, qa_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "here.json"
-    names = ["reuse", "epic", "epic:16", "cachecraft"]
+    names = ["reuse", "epic", "epic:16", "cachecraft-like"]
     options = ["--ratios", "0.3", "--limit", 2, "--profile", path, "--strategies", ",".join(names)]
     ran = run(
         "calibrate", "--qa", qa_file, "--model", chat_model_folder, *options, "--bound", 0, "--json"
@@ -249,6 +249,7 @@ def test_the_encoding_that_is_measured_is_the_one_the_knowledge_base_is_prepared
         (["--qa", "QA", "--ratios", "many"], "give shares between 0 and 1"),
         (["--qa", "QA", "--ratios", ","], "a list is empty"),
         (["--qa", "QA", "--strategies", "best"], "strategy 'best' is unknown; known: full"),
+        (["--qa", "QA", "--strategies", "cachecraft"], "is called 'cachecraft-like' now"),
         (["--qa", "QA", "--strategies", "full"], "strategy 'full' is exact"),
         (["--qa", "QA", "--encodings", "alone"], "encoding 'alone' is unknown"),
         (

@@ -1,14 +1,17 @@
 """A knowledge base whose vectors live on a server. The server is qdrant-client's own, in memory."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from qdrant_client import QdrantClient, models
 
 from kvweave.corpus.index import make_index
+from kvweave.corpus.index.base import SEARCH_EFFORT, Ids, Vectors
 from kvweave.corpus.knowledge_base import KnowledgeBase
-from kvweave.errors import ConfigError
+from kvweave.errors import ConfigError, CorpusError
 from kvweave.ingest import ingest
 from kvweave.text.tokenizer import Tokenizer
 from worlds.tiny_corpus import WordEmbedder, make_folder, open_kb
@@ -114,3 +117,71 @@ def test_a_collection_that_others_filled_or_that_compares_otherwise_is_refused(
     server.client.upsert("notes", models.Batch(ids=[1], vectors=[[1.0] * 64]))
     with pytest.raises(ConfigError, match="not of this knowledge base"):
         make_index(URL, 64, collection="", owner="me")
+
+
+FULL = SEARCH_EFFORT  # of a walk; the short one before it makes a quarter
+ASKED = 0  # no effort: the full walk was asked for
+
+
+@pytest.fixture
+def held_walks(server: Server, monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Event]:
+    """Walks of these efforts are answered once their event is set, as by a server that is slow."""
+    held = {ASKED: threading.Event()}
+    query_points = server.client.query_points
+
+    def answer(*arguments: Any, search_params: models.SearchParams, **options: Any) -> Any:
+        effort = search_params.hnsw_ef or 0
+        if effort == FULL:
+            held[ASKED].set()
+        if effort in held:
+            assert held[effort].wait(10), "nobody let it through"
+        return query_points(*arguments, **options)
+
+    monkeypatch.setattr(server.client, "query_points", answer)
+    return held
+
+
+def make_vectors(num: int) -> tuple[Ids, Vectors]:
+    vectors = np.random.default_rng(0).standard_normal((num, 64)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return np.arange(1, num + 1, dtype=np.int64), vectors
+
+
+def test_a_short_walk_is_told_while_the_full_one_is_under_way(
+    held_walks: dict[int, threading.Event],
+) -> None:
+    index = make_index(URL, 64, collection="")
+    ids, vectors = make_vectors(20)
+    index.add(ids, vectors)
+    held_walks[FULL] = threading.Event()
+    stages = index.search_staged(vectors[3], 2, 8)
+    assert next(stages).ids[0] == 4, "the full walk is not answered yet"
+    assert held_walks[ASKED].wait(10), "it was asked for beside the short one"
+    held_walks[FULL].set()
+    assert [hits.ids[0] for hits in stages] == [4]
+
+
+def test_a_short_walk_that_comes_late_is_not_waited_for(
+    held_walks: dict[int, threading.Event],
+) -> None:
+    index = make_index(URL, 64, collection="")
+    ids, vectors = make_vectors(20)
+    index.add(ids, vectors)
+    held_walks[FULL // 4] = threading.Event()
+    got = [hits.ids.tolist() for hits in index.search_staged(vectors[3], 2, 8)]
+    assert got == [index.search(vectors[3], 2).ids.tolist()] * 2
+    assert len(got) == index.num_stages(2, 8)
+    held_walks[FULL // 4].set()
+
+
+def test_a_server_that_fails_in_a_stage_is_told_like_any_other(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = make_index(URL, 64, collection="")
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise OSError("gone")
+
+    monkeypatch.setattr(server.client, "query_points", fail)
+    with pytest.raises(CorpusError, match=r"does not answer .*gone"):
+        list(index.search_staged(make_vectors(1)[1][0], 2, 8))

@@ -70,6 +70,26 @@ def test_hits_come_in_the_order_of_the_cross_encoder(
     assert LEAST_RERANKED >= 3
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_reranker_says_what_it_has_so_far_and_ends_with_what_it_says_at_once(
+    tmp_path: Path, tokenizer: Tokenizer, cross_encoder: Path
+) -> None:
+    words = ["drain", "node", "pods", "quota", "volume"]
+    notes = [(f"N{i}", f"{words[i % 5]} the {words[i % 3]} {i}") for i in range(24)]
+    how = SearchOptions(reranker=str(cross_encoder))
+    with open_kb(tmp_path / "kb", tokenizer) as kb:
+        ingest(kb, notes)
+        *lists, last = kb.search_staged("drain a node", 3, 8, how)
+        assert 1 + len(lists) == kb.num_stages(3, 8, how) == LEAST_RERANKED // 4
+        plain = kb.search("drain a node", 3, how)
+        assert [hit.chunk.id for hit in last] == [hit.chunk.id for hit in plain]
+        found = {hit.chunk.id for hit in kb.search("drain a node", LEAST_RERANKED)[:4]}
+        assert {hit.chunk.id for hit in lists[0]} < found, "likely ones are read first"
+        scores = [lists[0][0].score, *(each[0].score for each in lists[1:]), last[0].score]
+        assert scores == sorted(scores), "later stages only add"
+
+
 def test_no_text_needs_no_model() -> None:
     assert CrossEncoderReranker("nowhere").scores("q", []) == []
 

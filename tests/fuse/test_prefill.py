@@ -155,7 +155,7 @@ def test_the_same_chunk_twice_in_one_prompt_is_placed_twice(
     assert again.record.counts["reused"] == 0
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("qcfuse", "cachecraft")])
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("qcfuse", "cachecraft-like")])
 def test_the_record_accounts_for_every_token(decoder: Decoder, store: KVStore, name: str) -> None:
     opened = open_strategy(name, ModelFacts(decoder.spec.num_layers))
     got = answer(decoder, store, CHUNKS, saved=CHUNKS[:3], strategy=name, ratio=opened.ratio)
@@ -192,7 +192,7 @@ def test_behind_filler_the_first_chunk_takes_its_isolated_kv(
     assert store.flush()
     named = [PromptChunk(tuple(i), encoder.key(i), encoder.exact_key(i)) for i in CHUNKS]
     frame = PromptFrame(encoder.preamble, QUESTION)
-    for name in ("reuse", "cachecraft", "qcfuse"):
+    for name in ("reuse", "cachecraft-like", "qcfuse"):
         opened = open_strategy(name, ModelFacts(decoder.spec.num_layers, (1, 2)))
         got = prefill_stored(decoder, store, named, frame, opened, opened.ratio)
         states = [chunk.state for chunk in got.record.chunks]

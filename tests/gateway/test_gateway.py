@@ -200,7 +200,8 @@ def test_chunks_that_may_move_stand_where_more_is_exact(front: GatewayWorld) -> 
         note = {"title": f"n{number}", "text": make_text(18, number)}
         sent = httpx.post(f"{front.url}/v1/kb/moved/documents", json=note, timeout=60)
         assert sent.status_code == 200, sent.text
-    asked = {"kb": "moved", "k": 3, "order": "free"}
+    assert httpx.patch(f"{front.url}/v1/kb/moved", json={"order": "free"}).status_code == 200
+    asked = {"kb": "moved", "k": 3}
     found = {
         question: [h["id"] for h in _search(front.url, "moved", question)]
         for question in ("drain a pod", "label a claim", "image registry", "secret volume quota")
@@ -211,6 +212,7 @@ def test_chunks_that_may_move_stand_where_more_is_exact(front: GatewayWorld) -> 
     chat(front.url, first, **asked)
     moved = chat(front.url, second, **asked)
     assert moved["explain"]["upstream"]["ordered_by"] == "tree"
+    assert moved["explain"]["order"] == "free, says its knowledge base"
     chunk_tokens = sum(chunk["tokens"] for chunk in moved["explain"]["chunks"])
     assert moved["explain"]["tokens"]["exact"] >= chunk_tokens
 

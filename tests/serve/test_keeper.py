@@ -212,6 +212,29 @@ def test_exact_kv_is_found_right_after(tmp_path: Path, chat_model_folder: Path) 
         assert "exact KV of" in server.said
 
 
+def test_a_request_that_was_under_way_goes_on_from_what_was_stored(
+    tmp_path: Path, chat_model_folder: Path
+) -> None:
+    documents = [f"To drain node {n}, cordon it and evict each of its pods." for n in range(4)]
+    with kept(tmp_path, chat_model_folder) as server:
+        stored = [server.ask(documents=documents).json() for _ in range(2)][1]
+        server.slow_down(0.5)  # its prompt is being computed when the device fails
+        under_way = Asking(server, documents=documents)
+        time.sleep(0.3)
+        server.fail(on=True)
+        server.wait_until(lambda: "starting again" in server.said, "not noticed")
+        server.fail(on=False)
+        server.slow_down(0.0)
+        reply = under_way.result()
+        assert reply.status_code == 200, reply.text
+        got = reply.json()
+        assert got["choices"][0]["message"] == stored["choices"][0]["message"]
+        details = [each["usage"]["prompt_tokens_details"] for each in (got, stored)]
+        assert details[0] == details[1], "nothing that was stored is computed again"
+        assert details[0]["cached_tokens"] > 50
+        assert len(server.starts) == 2
+
+
 def test_an_engine_that_hangs_is_lost_too(tmp_path: Path, chat_model_folder: Path) -> None:
     with kept(tmp_path, chat_model_folder, KVWEAVE_SERVER_ENGINE_S="3") as server:
         server.slow_down(90.0)

@@ -128,3 +128,14 @@ def test_missing_kv_says_when_it_will_be_there_and_can_be_hurried(
         told["kv"]["hurried"] = True
         expect(state).to_contain_text("answers meanwhile are slower")
         expect(state.get_by_role("button", name="Prepare now")).to_have_count(0)
+
+
+def test_whether_passages_may_move_is_chosen_there(visit: Visiting, empty: KbServer) -> None:
+    bring(empty.url, "box", "Only", "One passage about nodes.")
+    with visit(empty.url) as v:
+        page = v.go("documents/box")
+        page.get_by_label("Order of passages").select_option("free")
+        expect(
+            page.get_by_role("status").filter(has_text="Order of passages: free")
+        ).to_be_attached()
+        assert httpx.get(f"{empty.url}/v1/kb/box").json()["order"] == "free"

@@ -350,12 +350,12 @@ def _encoding_of(kb_folder: Path | None) -> str:
 
 
 def _strategy_names(text: str) -> list[str]:
-    from kvweave.fuse.selectors.strategies import is_known, known_names
+    from kvweave.fuse.selectors.strategies import is_known, known_names, say_unknown
 
     names = _split(text)
     for name in names:
         if not is_known(name):
-            raise RequestError(f"strategy {name!r} is unknown; known: {', '.join(known_names())}")
+            raise RequestError(f"strategy {name!r} {say_unknown(name, known_names())}")
         if name in ("full", "prefix"):
             raise RequestError(f"strategy {name!r} is exact; there is nothing to measure")
     return names

@@ -142,9 +142,9 @@ class KnowledgeBase:
         """Bring the vector index up to date, from disk if need be, so that a search finds it so."""
         self._index.refresh()
 
-    def num_stages(self, k: int, stages: int) -> int:
-        """The stages that a search by vector has if it may have `stages`."""
-        return self._index.num_stages(k, stages)
+    def num_stages(self, k: int, stages: int, how: SearchOptions = BY_VECTOR) -> int:
+        """The stages that `search_staged` has if it may have `stages`."""
+        return self._search.num_stages(k, stages, how)
 
     def nearest(self, chunks: Sequence[Chunk], n: int) -> dict[ChunkId, tuple[ChunkId, ...]]:
         """For each chunk the ids of the `n` others most like it, nearest first; fewer if there are.

@@ -38,6 +38,7 @@ STOP_WORDS = frozenset(
 )
 SCANNED = 4096  # vectors of a filter's documents that are compared one by one
 RERANKED, LEAST_RERANKED = 4, 20  # times k, and at least: what a reranker sees
+READ_AT_ONCE = 4  # chunks that a reranker reads in a stage, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,19 @@ class SearchOptions:
 
     @property
     def is_staged(self) -> bool:
-        """A search may say what it has so far: later stages only add."""
-        return self.retrieval == "vector" and not self.filter and self.reranker is None
+        """A search may say what it has so far: later stages only add. Words are found in one go,
+        and so is what is near among some documents; a reranker reads a part of it at a time."""
+        return self.reranker is not None or (self.retrieval != "words" and not self.filter)
+
+    @property
+    def needs_words(self) -> bool:
+        """The query's vector is not enough."""
+        return self.retrieval != "vector" or self.reranker is not None
+
+    @property
+    def kind(self) -> str:
+        """What takes a search as long as it takes."""
+        return f"{self.retrieval} {self.reranker or ''} {bool(self.filter)}"
 
 
 class ChunkSearch:
@@ -85,13 +97,12 @@ class ChunkSearch:
         """The current hits after each stage. `embed_query` is called where a vector is needed."""
         if k < 1 or stages < 1:
             raise RequestError(f"k and stages must be at least 1, got k={k}, stages={stages}")
-        needs_words = how.retrieval != "vector" or how.reranker is not None
-        if needs_words and not isinstance(query, str):
+        if how.needs_words and not isinstance(query, str):
             by = how.retrieval if how.reranker is None else "reranker"
             raise RequestError(f"a search by {by} needs the query's words, not its vector")
         if how.reranker is not None:
             assert isinstance(query, str), "looked at above"
-            yield self._rerank(query, k, how, embed_query)
+            yield from self._rerank(query, k, stages, how, embed_query)
             return
         for hits in self._find_staged(query, k, stages, how, embed_query):
             least = -math.inf if how.min_score is None else how.min_score
@@ -119,7 +130,7 @@ class ChunkSearch:
             yield self._hits(search_words(self._catalogue, query, k, how.filter), how.filter)
             return
         vector = embed_query(query)
-        depth = max(50, 4 * k)  # a chunk that both rank low may still win together
+        depth = _depth(k)
         matches = search_words(self._catalogue, query, depth, how.filter)
         words = [vector_id for vector_id, _ in matches]
         if allowed is not None:
@@ -129,18 +140,34 @@ class ChunkSearch:
         for found in self._index.search_staged(vector, depth, stages):
             yield self._hits(fuse_ranks([found.ids.tolist(), words], k))
 
+    def num_stages(self, k: int, stages: int, how: SearchOptions) -> int:
+        """The stages that `search_staged` has if it may have `stages`."""
+        if how.reranker is not None:
+            return min(stages, _num_reranked(k) // READ_AT_ONCE)
+        if not how.is_staged:
+            return 1
+        return self._index.num_stages(k if how.retrieval == "vector" else _depth(k), stages)
+
     def _rerank(
-        self, query: str, k: int, how: SearchOptions, embed_query: Callable[[str], Vector]
-    ) -> list[Hit]:
+        self,
+        query: str,
+        k: int,
+        stages: int,
+        how: SearchOptions,
+        embed_query: Callable[[str], Vector],
+    ) -> Iterator[list[Hit]]:
+        """Likely ones first: a stage scores a part of what was found, in the order of finding."""
         assert how.reranker is not None, "`search_staged` looked"
-        seen = max(RERANKED * k, LEAST_RERANKED)
         plain = replace(how, reranker=None, min_score=None)
-        *_, hits = self._find_staged(query, seen, 1, plain, embed_query)
-        scores = find_reranker(how.reranker).scores(query, [hit.chunk.text for hit in hits])
-        scored = [hit._replace(score=score) for hit, score in zip(hits, scores, strict=True)]
+        *_, hits = self._find_staged(query, _num_reranked(k), 1, plain, embed_query)
         least = -math.inf if how.min_score is None else how.min_score
-        best = sorted(scored, key=lambda hit: -hit.score)  # equal ones stay as they were found
-        return [hit for hit in best if hit.score >= least][:k]
+        reranker, best = find_reranker(how.reranker), list[Hit]()
+        for part in np.array_split(np.arange(len(hits)), self.num_stages(k, stages, how)):
+            read = [hits[place] for place in part]
+            scores = reranker.scores(query, [hit.chunk.text for hit in read])
+            best += [hit._replace(score=score) for hit, score in zip(read, scores, strict=True)]
+            best.sort(key=lambda hit: -hit.score)  # equal ones stay as they were found
+            yield [hit for hit in best if hit.score >= least][:k]
 
     def _among(self, vector: Vector, k: int, allowed: VectorIds) -> IndexHits:
         """The nearest of these vectors: a few are compared one by one, of many the index finds more
@@ -191,6 +218,15 @@ class ChunkSearch:
             for vector_id, score in found
             if vector_id in there
         ]
+
+
+def _depth(k: int) -> int:
+    """So many of each kind are joined: a chunk that both rank low may still win together."""
+    return max(50, 4 * k)
+
+
+def _num_reranked(k: int) -> int:
+    return max(RERANKED * k, LEAST_RERANKED)
 
 
 def match_expression(query: str) -> str | None:

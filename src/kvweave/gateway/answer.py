@@ -178,6 +178,8 @@ class _Attempt:
             total_ms=(now_s - notes.called_s) * 1e3,
             logprobs=tuple(p.logprob for p in self._given if p.logprob is not None),
             speculation=notes.speculation,
+            not_guessed=notes.not_guessed,
+            order=notes.order,
             stopped_because=end.stopped_because,
             sources=routed_sources(notes.retrieved, prompt.places),
             query=notes.query,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from kvweave.app.answer.guessing import FEWEST_ROWS, MAX_STAGES, PrefillPace, SearchPace
+from kvweave.app.answer.guessing import FEWEST_ROWS, MAX_STAGES, TRIED, PrefillPace, SearchPace
 
 
 def searched(pace: SearchPace, times: int, seconds: float, lists: list[str]) -> SearchPace:
@@ -99,6 +99,38 @@ def test_a_search_that_a_prefill_slows_down_is_left_alone_and_tried_again_later(
     assert not pace.is_worth(1, 8, 0.1)
     assert pace.search_s == pytest.approx(0.3)  # by itself it takes what it took
     assert searched(pace, 40, 0.3, EARLY).is_worth(1, 8, 0.1)
+
+
+def test_searches_in_stages_that_promise_nothing_are_searched_in_one_go() -> None:
+    pace = SearchPace()
+    for _ in range(TRIED):
+        assert pace.pays(8, 0.2), "nothing is known yet"
+        searched(pace, 1, 0.3, LATE)
+    asked = [pace.pays(8, 0.2) for _ in range(2 * TRIED)]
+    assert sum(asked) == 2, "it is looked at again now and then"
+    early = searched(SearchPace(), 20, 0.3, EARLY)
+    assert all(early.pays(8, 0.2) for _ in range(3 * TRIED))
+
+
+def test_stages_that_cost_more_than_a_guess_gains_are_left() -> None:
+    pace = searched(SearchPace(), 20, 0.1, ["a"])
+    searched(pace, 60, 0.3, EARLY)
+    assert pace.search_s == pytest.approx(0.1), "in one go it takes what it took"
+    assert any(pace.is_worth(stage, 8, 0.01, prefill_s=0.1) for stage in range(1, 8))
+    assert [pace.pays(8, 0.01, prefill_s=0.1) for _ in range(2 * TRIED)].count(True) == TRIED + 1
+    assert all(pace.pays(8, 0.01, prefill_s=0.9) for _ in range(TRIED))
+
+
+def test_when_a_stage_comes_is_learnt() -> None:
+    pace = SearchPace()
+    for _ in range(20):  # both lists come at the end, as of a server that is far away
+        pace.note_search(0.1, ["a", "a"], 2, left_s=[0.001, 0.0])
+    assert pace.stands(1, 2) > 0.9
+    assert not pace.is_worth(1, 2, 0.05)
+    assert SearchPace().pays(2, 0.05)
+    for _ in range(20):
+        pace.note_search(0.1, ["a", "a"], 2, left_s=[0.07, 0.0])
+    assert pace.is_worth(1, 2, 0.05)
 
 
 def test_one_search_that_hung_does_not_stage_those_after_it() -> None:

@@ -71,7 +71,7 @@ def extras_on_disk(weave: Weave) -> list[set[str]]:
         ("qcfuse", "anchors:kvzip"),
         ("qcfuse:sink", "anchors:sink"),
         ("qcfuse:knorm:20%", "anchors:knorm:0.2"),
-        ("cachecraft", "inter"),
+        ("cachecraft-like", "inter"),
     ],
 )
 def test_extras_are_made_once_and_found_by_the_next_request(
@@ -140,7 +140,7 @@ def test_layers_stay_what_they_were(tmp_path: Path, model: Model) -> None:
 def test_nothing_is_guessed_where_extras_may_have_to_be_made(tmp_path: Path, model: Model) -> None:
     with open_over(tmp_path, model) as weave:
         ingest_with_fronts(weave, *TEXTS)
-        for reuse in ("qcfuse", "cachecraft"):
+        for reuse in ("qcfuse", "cachecraft-like"):
             answer = weave.ask(QUESTION, reuse=reuse, k=3, speculate="on", sampling=SHORT)
             assert answer.not_guessed is Reason.MADE_FIRST
         guessed = weave.ask(QUESTION, reuse="weave", k=3, speculate="on", sampling=SHORT)

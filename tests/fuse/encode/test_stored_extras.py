@@ -88,7 +88,7 @@ def test_reuse_loads_headers_and_layers_and_says_so(decoder: Decoder, tmp_path: 
         assert store.metrics.value("kv_bytes_loaded_total") == world.plain_bytes(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["qcfuse", "cachecraft"])
+@pytest.mark.parametrize("name", ["qcfuse", "cachecraft-like"])
 def test_a_strategy_gets_its_extras_where_reuse_left_none(
     decoder: Decoder, tmp_path: Path, name: str
 ) -> None:

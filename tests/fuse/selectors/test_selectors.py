@@ -20,7 +20,7 @@ from kvweave.fuse.needs import Needs
 from kvweave.fuse.request import budget
 from kvweave.fuse.selector import InFlightChoice, Scene, top_positions
 from kvweave.fuse.selectors.cacheblend import CacheBlend
-from kvweave.fuse.selectors.cachecraft import CacheCraftInter
+from kvweave.fuse.selectors.cachecraft import CacheCraftLike
 from kvweave.fuse.selectors.places import Epic, Random, Stride
 from kvweave.fuse.selectors.query_attention import (
     FUSIONRAG_CODE,
@@ -289,7 +289,7 @@ def test_strategies_keep_their_names_and_default_ratios() -> None:
     facts = ModelFacts(NUM_LAYERS, (2, 4, 1, 3))
     opened = {name: open_strategy(name, facts) for name in NAMES}
     assert {name: s.name for name, s in opened.items()} == {name: name for name in NAMES}
-    kept = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft": 0.3, "prophetkv": 0.2}
+    kept = {"full": 0.0, "prefix": 0.0, "reuse": 0.0, "cachecraft-like": 0.3, "prophetkv": 0.2}
     kept |= {"qcfuse": 0.5, "weave": 0.15, "weave-deep": 0.15, "epic": 0.15, "fusionrag": 0.15}
     kept |= {"cacheblend": 0.15, "kvshare-like": 0.15}
     assert {name: opened[name].ratio for name in kept} == kept
@@ -307,7 +307,7 @@ def test_selectors_say_what_they_need() -> None:
     assert needs["cacheblend-k"] == Needs(key_layers=(1,), full_width_layers=1)
     assert needs["cacheblend-gradual"] == Needs(value_layers=(1, 2, 4), full_width_layers=1)
     assert needs["kvshare-like"] == Needs(value_layers=(1,), full_width_layers=1)
-    assert needs["cachecraft"] == Needs(extras=("inter",))
+    assert needs["cachecraft-like"] == Needs(extras=("inter",))
     assert needs["fusionrag"] == Needs("question", 5, (5,), probes_ahead=True)
     assert needs["fusionrag-code"] == Needs("question", 5, (5,)), "from position 0 on"
     assert needs["prophetkv"] == Needs("full", 5, every)
@@ -495,13 +495,13 @@ def test_cachecraft_takes_the_rows_with_most_attention_outside(decoder: Decoder)
     blobs = {INTER: {key: each.tobytes() for key, each in inter.items()}}
     world = World(decoder, chunks=LONG, extras=blobs)
     _, one, _, three, _ = world.request.spans
-    rows = CacheCraftInter().select(world.scene(), (4,))[0]
+    rows = CacheCraftLike().select(world.scene(), (4,))[0]
     assert rows.tolist() == [one.start + 4, one.start + 19, three.start, three.start + 30]
-    five = CacheCraftInter().select(world.scene(), (5,))[0].tolist()
+    five = CacheCraftLike().select(world.scene(), (5,))[0].tolist()
     assert set(five) - set(rows.tolist()) == {one.start}  # a tie among zeros
 
 
-@pytest.mark.parametrize("name", ["cachecraft", "qcfuse"])
+@pytest.mark.parametrize("name", ["cachecraft-like", "qcfuse"])
 def test_chunks_without_what_must_lie_beside_their_kv_are_lost(decoder: Decoder, name: str) -> None:
     whole = World(decoder, chunks=LONG)
     keys = [span.key for span in whole.request.placed]
@@ -516,7 +516,7 @@ def test_inter_attention_of_another_length_is_not_used(world: World) -> None:
     blobs, key = dict(world.extras[INTER]), world.request.spans[2].key
     blobs[key] += bytes(2)
     with pytest.raises(ChunkLost) as lost:
-        replace(world, extras={INTER: blobs}).fuse("cachecraft", 0.3)
+        replace(world, extras={INTER: blobs}).fuse("cachecraft-like", 0.3)
     assert lost.value.keys == (key,)
 
 
@@ -766,7 +766,7 @@ def test_another_question_chooses_other_rows(world: World, name: str) -> None:
     assert world.fuse(name, 0.2)[0].recomputed != other.fuse(name, 0.2)[0].recomputed
 
 
-@pytest.mark.parametrize("name", ["random", "stride", "epic", "cachecraft"])
+@pytest.mark.parametrize("name", ["random", "stride", "epic", "cachecraft-like"])
 def test_what_depends_on_no_tensor_depends_on_no_model(
     world: World, name: str, tmp_path: Path
 ) -> None:

@@ -80,7 +80,7 @@ def test_what_lies_between_chunks_is_a_gap() -> None:
         ({"chunks": [[1, 9]], "preamble": 2}, "reaches into"),
         ({"chunks": [[1, 9]], "reuse": "magic"}, "unknown"),
         ({"chunks": [[1, 9]], "reuse": "qcfuse:sink"}, "more beside chunk KV than vLLM makes"),
-        ({"chunks": [[1, 9]], "reuse": "cachecraft"}, "more beside chunk KV than vLLM makes"),
+        ({"chunks": [[1, 9]], "reuse": "cachecraft-like"}, "more beside chunk KV than vLLM makes"),
         ({"chunks": [[1, 9]], "ratio": 1.5}, "no share"),
         ({"chunks": [[1, 9]], "ratio": "much"}, "number"),
         ({"chunks": [[1, 9]], "reuse": "reuse", "ratio": 0.5}, "takes no ratio"),

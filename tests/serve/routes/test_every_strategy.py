@@ -20,7 +20,7 @@ __all__ = ["run"]
 
 QUESTION = "How do I drain a node and evict its pods?"
 TEXTS = {f"part {number}": make_text(40, seed=number) for number in range(4)}
-WITH_EXTRAS = ("qcfuse", "qcfuse:sink", "qcfuse:knorm", "qcfuse:sink:20%", "cachecraft")
+WITH_EXTRAS = ("qcfuse", "qcfuse:sink", "qcfuse:knorm", "qcfuse:sink:20%", "cachecraft-like")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_every_strategy_answers_on_the_command_line(
 
 def test_all_there_is_is_offered_for_a_model_that_was_never_calibrated(server: KbServer) -> None:
     assert offered(server) == list(REUSES)
-    assert {"qcfuse", "qcfuse:sink", "qcfuse:knorm", "cachecraft", "epic:16"} <= set(REUSES)
+    assert {"qcfuse", "qcfuse:sink", "qcfuse:knorm", "cachecraft-like", "epic:16"} <= set(REUSES)
 
 
 @pytest.mark.parametrize("kb", ["uploaded", "ingested", "plain"])

@@ -52,10 +52,14 @@ def test_the_usual_order_of_a_knowledge_base_is_changed(kb_server: KbServer) -> 
     changed = httpx.patch(where, json={"order": "free"}).json()
     assert changed.get("order") == "free", changed
     assert httpx.get(where).json()["order"] == "free"
-    assert ask(kb_server.url, kb="ordered")["choices"]
+    said = [ask(kb_server.url, kb="ordered", explain=True, **of) for of in ({}, {"order": "auto"})]
+    assert said[0]["explain"]["order"] == "free, says its knowledge base"
+    assert said[1]["explain"]["order"] == "auto, says the question"
     assert httpx.patch(where, json={"order": "any"}).status_code == 400
     assert httpx.patch(f"{where}-not", json={"order": "free"}).status_code == 404
     assert httpx.patch(where, json={"order": "configured"}).json()["order"] is None
+    again = ask(kb_server.url, kb="ordered", explain=True)
+    assert again["explain"]["order"] == "auto, says the configuration"
 
 
 def test_an_uploaded_text_is_listed_found_and_removed(kb_server: KbServer) -> None:

@@ -95,6 +95,20 @@ def test_a_server_with_default_settings_learns_to_guess_and_answers_the_same(
     assert counts["engine_speculation_saved_tokens"] == saved
 
 
+def test_a_search_by_words_and_vectors_has_stages_and_a_pace_of_its_own(
+    url: str, slow_index: None
+) -> None:
+    for _ in range(3):
+        ask(url)
+    told = [ask(url, retrieval="hybrid")["explain"] for _ in range(4)]
+    assert told[0]["speculation"] is None, "nobody knows how long such a search takes"
+    assert told[-1]["speculation"]["guesses"] == 1
+    assert told[-1]["speculation"]["hidden_ms"] > 0
+    words = ask(url, retrieval="words")["explain"]
+    assert words["speculation"] is None
+    assert words["not_guessed"] == "this search has no stages: words"
+
+
 def test_what_was_learnt_outlives_the_closing_of_a_knowledge_base(
     url: str, slow_index: None
 ) -> None:

@@ -84,6 +84,7 @@ class Answer:
     decision: Decision | None = None  # why so, and what was predicted; None unless reuse="auto"
     speculation: SpeculationRecord | None = None  # what was guessed while searching, if anything
     not_guessed: str | None = None  # why nothing was to be guessed; None: it was, or nothing found
+    order: str | None = None  # whether chunks may move, and who says so; None: there are none
     audit: AuditNote | None = None  # of a fused answer; None unless its strategy is audited
     stopped_because: str | None = None  # REPETITION: it was ended; None: it ended as answers do
     sources: tuple[AnswerSource, ...] = ()  # the chunks it was made from, best first
@@ -306,6 +307,7 @@ class _Made:
             decision=notes.decision,
             speculation=notes.speculation,
             not_guessed=notes.not_guessed,
+            order=notes.order,
             audit=notes.audit,
             stopped_because=self.stopped_because,
             sources=sources,

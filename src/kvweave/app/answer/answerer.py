@@ -98,7 +98,13 @@ class Answerer(Generic[P, R]):
         )
         turn = self._target.open_turn(whole, recall)
         is_usual = question.reuse is None and question.ratio is None
-        return Asked(whole, called_s, turn, is_searched, is_usual)
+        return Asked(whole, called_s, turn, is_searched, is_usual, self._say_order(question, whole))
+
+    def _say_order(self, question: Question, whole: Question) -> str:
+        """Whether chunks may move, and who says so."""
+        of_kb = None if self._kb is None else self._kb.settings.order
+        who = "its knowledge base" if of_kb == whole.order else "the configuration"
+        return f"{whole.permission}, says {who if question.order is None else 'the question'}"
 
     def _fill_in(self, question: Question) -> Question:
         """Fill in sampling, tenant, system prompt and options that a question leaves open."""

@@ -16,6 +16,7 @@ import itertools
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -253,6 +254,7 @@ BINS = 8  # how far a search is: eighths
 GAIN = 0.2  # of the newest search or prefill in what one takes
 OUTLIER = 4  # times what a search takes: a longer one counts as this, it may be a hiccup
 MEMORY = 64  # searches; what is older counts for less and less
+TRIED = 16  # first searches in stages; of those that promise nothing one in so many
 FORGET = 0.02  # of the slowdown, with each search by itself: so that guesses are tried again
 FEWEST_ROWS = 32  # a prefill of fewer says little about the pace of larger ones
 
@@ -262,12 +264,15 @@ class SearchPace:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._search_s: float | None = None  # by itself
+        self._search_s: float | None = None  # by itself, in one go if one was
+        self._staged_s: float | None = None  # by itself, in stages
+        self._num_asked = 0  # whether stages pay
         self._slowdown = 1.0  # of a search beside a prefill
         # by bin: how often the list was seen there, and how often it was the last one already.
         # Before the first search: once so and once so.
         self._seen = [2.0] * BINS
         self._stood = [1.0] * BINS
+        self._left: list[float | None] = [None] * BINS  # share of the search that was to come
 
     @property
     def search_s(self) -> float | None:
@@ -288,15 +293,35 @@ class SearchPace:
         as long as the next stage leaves time for all of it, a guess there is right more often."""
         if self._search_s is None or stage >= num_stages:
             return False
-        next_left_s = self._search_s * (1 - (stage + 1) / num_stages)
-        if stage + 1 < num_stages and next_left_s >= prefill_s:
+        if stage + 1 < num_stages and self._left_s(stage + 1, num_stages) >= prefill_s:
             return False
+        return self._gain_s(stage, num_stages, boundary_s, prefill_s) > 0
+
+    def pays(self, num_stages: int, boundary_s: float, prefill_s: float = math.inf) -> bool:
+        """Whether to search in stages: a guess is expected to gain more than they cost, or it is
+        time to learn about them."""
+        with self._lock:
+            self._num_asked += 1
+            if self._num_asked <= TRIED or self._num_asked % TRIED == 0:
+                return True
+        cost_s = max(0.0, (self._staged_s or 0.0) - (self._search_s or 0.0))
+        stages = range(1, num_stages)
+        return any(self._gain_s(s, num_stages, boundary_s, prefill_s) > cost_s for s in stages)
+
+    def _gain_s(self, stage: int, num_stages: int, boundary_s: float, prefill_s: float) -> float:
+        """What a guess at this stage is expected to gain."""
         stands = self.stands(stage, num_stages)
-        left_s = min(prefill_s, self._search_s * (1 - stage / num_stages))
+        left_s = min(prefill_s, self._left_s(stage, num_stages))
         # Beside each other both take `slowdown` times as long. What the prefill gets done in that
         # time, less what the search loses: left * slowdown / slowdown - left * (slowdown - 1).
         gained_s = left_s * (2 - self._slowdown)
-        return stands * gained_s > (1 - stands) * min(boundary_s, prefill_s)
+        return stands * gained_s - (1 - stands) * min(boundary_s, prefill_s)
+
+    def _left_s(self, stage: int, num_stages: int) -> float:
+        """What is to come of a search after this stage."""
+        left = self._left[_bin(stage, num_stages)]
+        share = 1 - stage / num_stages if left is None else left
+        return (self._staged_s or self._search_s or 0.0) * share
 
     def stands(self, stage: int, num_stages: int) -> float:
         """Share of searches whose list was the last one already after this stage."""
@@ -305,18 +330,29 @@ class SearchPace:
             return self._stood[at] / self._seen[at]
 
     def note_search(
-        self, seconds: float, lists: Sequence[object], num_stages: int, *, guessed: bool = False
+        self,
+        seconds: float,
+        lists: Sequence[object],
+        num_stages: int,
+        *,
+        left_s: Sequence[float] = (),
+        guessed: bool = False,
     ) -> None:
-        """Learn from a search that is over: its lists after each stage, and whether a guess ran
-        beside it."""
+        """Learn from a search that is over: its lists after each stage, how long before the end
+        they came, and whether a guess ran beside it."""
         with self._lock:
-            before = self._search_s
+            before = self._staged_s or self._search_s
             if not guessed:
-                took_s = seconds if before is None else min(seconds, OUTLIER * before)
-                self._search_s = took_s if before is None else before + GAIN * (took_s - before)
+                if num_stages > 1:
+                    self._staged_s = _learn(self._staged_s, seconds)
+                if num_stages == 1 or self._search_s is None:
+                    self._search_s = _learn(self._search_s, seconds)
                 self._slowdown += FORGET * (1 - self._slowdown)
             elif before:
                 self._slowdown += GAIN * (max(1.0, seconds / before) - self._slowdown)
+            for stage, to_come_s in enumerate(left_s[:-1], start=1):
+                at, share = _bin(stage, num_stages), to_come_s / seconds
+                self._left[at] = share if (past := self._left[at]) is None else (past + share) / 2
             stood = True
             for stage in range(len(lists) - 1, 0, -1):  # the last one stands by itself
                 stood = stood and lists[stage - 1] == lists[-1]
@@ -326,6 +362,9 @@ class SearchPace:
                     self._stood[at] /= 2
                 self._seen[at] += 1
                 self._stood[at] += stood
+
+
+SearchPaces = defaultdict[str, SearchPace]  # of one knowledge base, by kind of search
 
 
 class PrefillPace:
@@ -363,8 +402,14 @@ class PrefillPace:
 class Paces:
     """What speculation has learnt: of one knowledge base, and of the engine that all share."""
 
-    search: SearchPace = field(default_factory=SearchPace)
+    search: SearchPaces = field(default_factory=lambda: SearchPaces(SearchPace))
     prefill: PrefillPace = field(default_factory=PrefillPace)
+
+
+def _learn(before_s: float | None, took_s: float) -> float:
+    if before_s is None:
+        return took_s
+    return before_s + GAIN * (min(took_s, OUTLIER * before_s) - before_s)
 
 
 def _bin(stage: int, num_stages: int) -> int:

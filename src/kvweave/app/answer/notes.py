@@ -181,6 +181,7 @@ class AnswerNotes:
     speculation: SpeculationRecord | None = None  # what was guessed while searching
     guesses: SpeculationLog[Any] | None = None  # what `speculation` is made of at the first token
     not_guessed: str | None = None  # why nothing was to be guessed
+    order: str | None = None  # whether chunks may move, and who says so
     audit: AuditNote | None = None  # of a fused one that may be audited
     retrieve_ms: float = 0.0
     left_out: int = 0  # chunks that were found and not sent: the history holds them

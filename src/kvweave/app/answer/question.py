@@ -187,7 +187,7 @@ class Question:
             known = ", ".join(get_args(SpeculationMode))
             raise RequestError(f"speculate {self.speculate!r} is unknown; known: {known}")
         if self.reuse is not None and not _is_reuse(self.reuse):
-            raise RequestError(f"reuse {self.reuse!r} is unknown; known: {_reuses()}")
+            raise RequestError(f"reuse {self.reuse!r} {_say_unknown(self.reuse)}")
         if self.nothing_found not in (None, *get_args(NothingMode)):
             known = ", ".join(get_args(NothingMode))
             raise RequestError(f"nothing_found {self.nothing_found!r} is unknown; known: {known}")
@@ -350,7 +350,7 @@ def parse_reuse(text: str | None) -> tuple[str | None, float | None]:
 
     name, ratio = split_ratio(text)
     if not _is_reuse(name):
-        raise ConfigError(f"reuse {name!r} is unknown; known: {_reuses()}")
+        raise ConfigError(f"reuse {name!r} {_say_unknown(name)}")
     try:
         share = None if ratio is None else float(ratio)
     except ValueError:
@@ -366,10 +366,10 @@ def _is_reuse(name: str) -> bool:
     return name == AUTO or is_known(name)
 
 
-def _reuses() -> str:
-    from kvweave.fuse.selectors.strategies import known_names
+def _say_unknown(name: str) -> str:
+    from kvweave.fuse.selectors.strategies import known_names, say_unknown
 
-    return ", ".join(("full", AUTO, *(name for name in known_names() if name != "full")))
+    return say_unknown(name, ("full", AUTO, *(each for each in known_names() if each != "full")))
 
 
 def refuse_empty(question: str) -> None:

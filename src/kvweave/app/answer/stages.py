@@ -60,6 +60,7 @@ class Asked:
     turn: TurnOpening
     is_searched: bool  # its chunks come from the knowledge base
     is_usual: bool  # it names no strategy and no ratio: those are the configuration's
+    order: str | None = None  # whether chunks may move, and who says so
 
     @property
     def says_nothing(self) -> bool:

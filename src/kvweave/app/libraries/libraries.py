@@ -7,7 +7,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
-from kvweave.app.answer.guessing import Paces, PrefillPace, SearchPace
+from kvweave.app.answer.guessing import Paces, PrefillPace, SearchPace, SearchPaces
 from kvweave.app.answer.question import QuestionDefaults, check_order
 from kvweave.app.answer.settings import AnswerSettings, ChunkUses, SpeculationConfig
 from kvweave.app.audit.auditor import AuditConfig
@@ -185,7 +185,7 @@ class Libraries:
         # these outlive the closing of a knowledge base
         self._conversations = Conversations()
         self._prefill_pace = PrefillPace()
-        self._search_paces: dict[LibraryKey, SearchPace] = {}
+        self._search_paces = defaultdict[LibraryKey, SearchPaces](lambda: SearchPaces(SearchPace))
         self._uses: dict[LibraryKey, ChunkUses] = {}
         # of those that did not fit when they were opened last: their settings then, and why
         self._unfit: dict[LibraryKey, tuple[KnowledgeBaseSettings | None, CorpusMismatch]] = {}
@@ -286,7 +286,7 @@ class Libraries:
             audit=config.audit,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
-            paces=Paces(self._search_paces.setdefault(place, SearchPace()), self._prefill_pace),
+            paces=Paces(self._search_paces[place], self._prefill_pace),
             uses=self._uses_of(place),
         )
         try:

@@ -107,11 +107,15 @@ class GraphIndex(VectorIndex):
 
     def search_staged(self, vector: Vector, k: int, stages: int) -> Iterator[IndexHits]:
         query = check_query(vector, self.dim, k, stages)
-        for effort in _efforts(k, stages):
-            yield self._walk(query, k, effort)
+        yield from self._walks(query, k, _efforts(k, stages))
 
     def num_stages(self, k: int, stages: int) -> int:
         return len(_efforts(k, stages))
+
+    def _walks(self, query: Vectors, k: int, efforts: list[int]) -> Iterator[IndexHits]:
+        """What walks of these efforts find, the last one the full one."""
+        for effort in efforts:
+            yield self._walk(query, k, effort)
 
     @abstractmethod
     def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:

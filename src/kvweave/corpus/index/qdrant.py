@@ -5,6 +5,7 @@ removing are idempotent there, so a writer that died half-way simply repeats wha
 """
 
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,7 +31,8 @@ OWNER = "knowledge_base"  # the one field of a point's payload
 
 
 class QdrantIndex(GraphIndex):
-    """One collection. A staged search asks twice, with growing effort, as for HNSW."""
+    """One collection. A staged search asks twice, with growing effort, as for HNSW; at once, since
+    the server has cores of its own and a second way there would be waited for."""
 
     kind = "qdrant"
 
@@ -125,6 +127,20 @@ class QdrantIndex(GraphIndex):
             for start in range(0, len(ids), BATCH):
                 points = models.PointIdsList(points=ids[start : start + BATCH].tolist())
                 self._client.delete(self.collection, points, wait=True)
+
+    def _walks(self, query: Vectors, k: int, efforts: list[int]) -> Iterator[IndexHits]:
+        if not self.shared or len(efforts) == 1:
+            yield from super()._walks(query, k, efforts)
+            return
+        asking = ThreadPoolExecutor(len(efforts))
+        try:
+            walks = [asking.submit(self._walk, query, k, effort) for effort in reversed(efforts)]
+            full = walks[0]
+            for walk in reversed(walks):
+                wait((full, walk), return_when=FIRST_COMPLETED)
+                yield (full if full.done() else walk).result()  # no short walk is waited for
+        finally:
+            asking.shutdown(wait=False)
 
     def _walk(self, query: Vectors, k: int, effort: int) -> IndexHits:
         from qdrant_client import models

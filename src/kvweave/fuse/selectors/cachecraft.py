@@ -1,8 +1,9 @@
-"""Cache-Craft's core: rows that looked outside their chunk when it was encoded.
+"""Like Cache-Craft: rows that looked outside their chunk when it was encoded.
 
 Query-agnostic and free online: the score was measured at the last layer while the chunk was
-encoded, and lies beside its KV. The original keeps several copies per chunk and scores overlap of
-contexts as well; that is not in our sources and not here.
+encoded, and lies beside its KV. The original keeps copies of a chunk from several past prompts and
+chooses one by scores of overlap and order, whose formulas are not in our sources; here a chunk has
+one copy, behind its encoding context.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from kvweave.fuse.sources import ChunkLost
 
 
 @dataclass(frozen=True, slots=True)
-class CacheCraftInter:
+class CacheCraftLike:
     """Highest inter-chunk attention first."""
 
     in_flight: ClassVar[Literal[False]] = False

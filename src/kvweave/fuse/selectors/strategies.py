@@ -24,7 +24,7 @@ from kvweave.fuse.encode.extras import RULES, SHARE
 from kvweave.fuse.request import check_ratio
 from kvweave.fuse.selector import AnySelector
 from kvweave.fuse.selectors.cacheblend import CacheBlend, KVShareLike
-from kvweave.fuse.selectors.cachecraft import CacheCraftInter
+from kvweave.fuse.selectors.cachecraft import CacheCraftLike
 from kvweave.fuse.selectors.places import Epic, Random, Stride
 from kvweave.fuse.selectors.query_attention import (
     FUSIONRAG_CODE,
@@ -62,7 +62,7 @@ _SELECTORS: dict[str, tuple[Callable[[ModelFacts], AnySelector], float]] = {
     "cacheblend-k": (lambda _: CacheBlend("k"), 0.15),
     "cacheblend-gradual": (lambda _: CacheBlend("v", ((1, 1.5), (2, 1.25), (4, 1.0))), 0.15),
     "kvshare-like": (lambda _: KVShareLike(), 0.15),
-    "cachecraft": (lambda _: CacheCraftInter(), 0.30),
+    "cachecraft-like": (lambda _: CacheCraftLike(), 0.30),
     "fusionrag": (lambda _: FUSIONRAG_PAPER, 0.15),
     "fusionrag-code": (lambda _: FUSIONRAG_CODE, 0.15),
     "prophetkv": (lambda facts: prophetkv(facts.num_layers), 0.20),
@@ -80,6 +80,9 @@ _OURS = (*_TAPERED, "weave-through")
 
 
 NAMES: Sequence[str] = (*_WITHOUT_SELECTOR, *_SELECTORS)
+
+
+_RENAMED = {"cachecraft": "cachecraft-like"}  # the method as published was never here
 
 
 VARIANTS = ("epic:16", "qcfuse:sink", "qcfuse:knorm")  # those that are offered; others are known
@@ -121,6 +124,13 @@ def is_known(name: str) -> bool:
 def known_names() -> Sequence[str]:
     """The names of all strategies, those of other packages last."""
     return (*OFFERED, *sorted(_find_installed().keys() - set(OFFERED)))
+
+
+def say_unknown(name: str, known: Sequence[str]) -> str:
+    """Why a name is refused, behind the name."""
+    if name in _RENAMED:
+        return f"is called {_RENAMED[name]!r} now"
+    return f"is unknown; known: {', '.join(known)}"
 
 
 def split_ratio(text: str) -> tuple[str, str | None]:
@@ -179,7 +189,7 @@ def open_strategy(name: str, facts: ModelFacts) -> Strategy:
     if name in _WITHOUT_SELECTOR:
         return _WITHOUT_SELECTOR[name]
     if not is_known(name):
-        raise RequestError(f"reuse {name!r} is unknown; known: {', '.join(known_names())}")
+        raise RequestError(f"reuse {name!r} {say_unknown(name, known_names())}")
     if name not in _SELECTORS:
         is_variant = _is_variant(name)
         return _open_variant(name, facts) if is_variant else _open_installed(name, facts)

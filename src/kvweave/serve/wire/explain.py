@@ -86,6 +86,7 @@ class Explain(Outgoing):
     decision: DecisionOut | None  # null unless reuse is "auto"
     speculation: dict[str, int | float | None] | None = None  # what was guessed while searching
     not_guessed: str | None = None  # why nothing was to be guessed
+    order: str | None = None  # whether chunks may move, and who says so
     # of a fused answer: whether it is computed exactly later, and what that found of others
     audit: dict[str, bool | int | float | None] | None = None
     full_ms: Rounded | None = None  # a full prefill of this prompt, about; null: never measured
@@ -132,6 +133,7 @@ def explain_of(answer: Answer, queue_s: float) -> Explain:
         decision=_decision(answer),
         speculation=None if answer.speculation is None else answer.speculation.document(),
         not_guessed=answer.not_guessed,
+        order=answer.order,
         audit=None if answer.audit is None else answer.audit.document(),
         full_ms=answer.full_ms,
         copies=copies,
@@ -162,6 +164,8 @@ def _explain_upstream(answer: Answer, note: UpstreamNote, queue_s: float) -> Exp
         states=[],
         decision=None,
         speculation=None if answer.speculation is None else answer.speculation.document(),
+        not_guessed=answer.not_guessed,
+        order=answer.order,
         upstream=note.document(),
         timeline_ms=_timeline(answer, queue_s),
     )

@@ -56,6 +56,9 @@ export async function post(path, body, signal) {
 export async function put(path, body) {
   return (await call("PUT", path, { body })).json();
 }
+export async function patch(path, body) {
+  return (await call("PATCH", path, { body })).json();
+}
 export async function remove(path) {
   return (await call("DELETE", path)).json();
 }

@@ -1,6 +1,6 @@
 // Documents: bring in, look through, search, delete.
 import { html, useEffect, useState } from "../html.js";
-import { get, kbPath, post, remove, useResource } from "../api.js";
+import { get, kbPath, patch, post, remove, useResource } from "../api.js";
 import { ago, bytes, count, percent, plural, roughly } from "../format.js";
 import { go, link, replace } from "../router.js";
 import { info, settings, setSetting } from "../session.js";
@@ -147,6 +147,7 @@ function KvState({ kb, data, reload }) {
         aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span class="reused" style=${{ width: `${share * 100}%` }}></span></div>
       ${kv.state === "making" && html`<${Prepare} kb=${kb} kv=${kv} reload=${reload} />`}
+      <${Order} kb=${kb} order=${data.order} reload=${reload} />
       ${kv.calibration && html`<p class="tiny quiet">${calibrationWords(kv.calibration)}</p>`}
       ${(kv.why || kv.chunks_in_front > 0) && html`<details class="more tiny quiet">
         <summary>More</summary>${kv.chunks_in_front > 0 && html`<p>${plural(kv.chunks_in_front,
@@ -171,6 +172,28 @@ function calibrationWords({ state, asked, most, strategy, ratio, why }) {
     ? `${count(asked)} questions of these documents: ${percent(ratio)} recomputed stays, because ${why}.`
     : `${count(asked)} questions of these documents: ${strategy} may be used from `
       + `${percent(ratio)} recomputed on.`;
+}
+
+const ORDERS = { configured: "as the server is configured", as_found: "as they were found",
+  free: "free: may move, though this model may mind", auto: "may move if this model does not mind" };
+
+/** Whether passages may move in the prompts of its questions. */
+function Order({ kb, order, reload }) {
+  const [error, setError] = useState(null);
+  const change = async (event) => {
+    try {
+      await patch(kbPath(kb), { order: event.target.value });
+      announce(`Order of passages: ${ORDERS[event.target.value]}.`);
+      setError(null);
+    } catch (failed) {
+      setError(failed);
+    }
+    reload();
+  };
+  return html`<label class="row small">Order of passages
+    <select value=${order ?? "configured"} onChange=${change}>
+    ${Object.entries(ORDERS).map(([name, words]) => html`<option value=${name}>${words}</option>`)}
+    </select></label>${error && html`<${Failure} error=${error} what="Not changed" />`}`;
 }
 
 const PREPARING = "Half of the machine's time goes into it until it is done; answers meanwhile are slower.";
