@@ -18,6 +18,8 @@ base and a tree of its own; while one answers the others are frozen:
               kvweave's help would send
     vllm      vLLM's CPU build with its prefix cache, the same prompt token for token; for
               conversations the one that `prefix` has. `make vllm` builds it
+    llamacpp  llama.cpp's server with its prompt cache, the same tokens over the same GGUF file by
+              its 4-bit products. `make llamacpp` builds it
 
 A workload begins with new servers, which are warmed up by one chat and one question. The fields
 `…_speedup` are p50 of the other arm ÷ p50 of default: over full, for conversations over prefix.
@@ -66,6 +68,7 @@ from product_parts.knowledge import (
     prepare,
     squad_passages,
 )
+from product_parts.llamacpp_server import find_llamacpp, start_llamacpp
 from product_parts.servers import RunningServer, own_home, settle, start_kvweave, taking_turns
 from product_parts.vllm_server import PromptIds, find_vllm, salted, start_vllm
 from product_parts.workloads import (
@@ -149,6 +152,7 @@ MECHANISMS = (
         lambda explain: 0.0,  # it comes after the answer
     ),
 )
+OTHERS = ("vllm", "llamacpp")
 GROUPS = ("first", "second", "chat", "conversation", "skewed", "novel")
 TARGETS = {
     "same_documents_speedup": 8.0,
@@ -225,8 +229,6 @@ class World:
         running: dict[str, RunningServer] = {}
         try:
             for arm in workload.arms:
-                if arm == "vllm":
-                    continue
                 root = self.folder / f"{workload.name}-{arm}"
                 root.mkdir()
                 if workload.kb is not None:
@@ -248,13 +250,11 @@ class WorkloadRun:
         world: World,
         workload: Workload,
         kvweave: dict[str, RunningServer],
-        vllm: RunningServer | None,
+        others: dict[str, RunningServer],
     ) -> None:
         self._world = world
         self._workload = workload
-        self._servers = dict(kvweave)
-        if vllm is not None and "vllm" in workload.arms:
-            self._servers["vllm"] = vllm
+        self._servers = {**kvweave, **others}
         self._arms = list(self._servers)
         self._prompts = PromptIds(world.tokenizer, self._search)
         self._prompt_ids: list[list[int]] = []
@@ -304,7 +304,7 @@ class WorkloadRun:
 
     def _ask_all(self, step: Step, number: int | None) -> dict[str, Reply]:
         """The step on every server, another one first each time."""
-        ids = self._prompts.of(step) if "vllm" in self._servers else []
+        ids = self._prompts.of(step) if any(arm in OTHERS for arm in self._arms) else []
         first = (number or 0) % len(self._arms)
         replies: dict[str, Reply] = {}
         servers = list(self._servers.values())
@@ -323,6 +323,8 @@ class WorkloadRun:
         http, body = self._servers[arm].http, step.body()
         if arm == "default":
             return ask_chat(http, body)
+        if arm == "llamacpp":
+            return ask_ids(http, ids, MAX_TOKENS, {"cache_prompt": True})
         if arm == "vllm":
             # its server lasts for the whole run: a workload finds nothing of the one before
             return ask_ids(http, ids, MAX_TOKENS, salted(self._workload.name))
@@ -385,6 +387,9 @@ def beside(asked: Sequence[Asked], cold: Sequence[Cold]) -> dict[str, Any]:
         "full_tokens_per_s": round(statistics.median(rates), 1) if rates else None,
         "same_answers": same_answers(asked),
     }
+    if any(a.arm == "llamacpp" for a in asked):
+        over = {group: speedup(asked, group, over="llamacpp") for group in GROUPS}
+        found["llamacpp"] = {"speedup_over_llamacpp": over}
     if cold:
         found["vllm"] = {
             "speedup_over_vllm": {group: speedup(asked, group, over="vllm") for group in GROUPS},
@@ -468,8 +473,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--quick", action="store_true", help="a few requests of each: 3 minutes")
-    parser.add_argument("--vllm", type=Path, help="vLLM's environment (.venv-vllm)")
-    parser.add_argument("--no-vllm", action="store_true", help="leave vLLM out")
+    parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help="beside it")
     parser.add_argument("--cache", type=Path, default=CACHE, help="keeps chunk KV between runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
@@ -478,15 +482,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvweave-product-") as temporary:
         world = World(args, Path(temporary))
         workloads = world.workloads()
-        vllm = open_vllm(world)
-        try:
+        with open_others(world) as others:
             for workload in workloads:
                 print(f"starting servers for {workload.name}", flush=True)
                 with world.servers(workload) as servers:
-                    WorkloadRun(world, workload, servers, vllm).run()
-        finally:
-            if vllm is not None:
-                vllm.close()
+                    WorkloadRun(world, workload, servers, others).run()
     fields, rows = headline(world.asked), cells(world.asked)
     fired = [judge(one, world.counted, world.asked) for one in MECHANISMS]
     wrong = misses(fields, fired)
@@ -497,7 +497,8 @@ def main() -> None:
         "workloads": [workload.name for workload in workloads],
         "size": world.size._asdict(),
         "max_tokens": MAX_TOKENS,
-        "vllm": vllm is not None,
+        "vllm": "vllm" in others,
+        "llamacpp": "llamacpp" in others,
     }
     finish(
         __doc__,
@@ -517,20 +518,28 @@ def main() -> None:
     )
 
 
-def open_vllm(world: World) -> RunningServer | None:
-    """vLLM's server, or a line that says why there is none."""
-    args = world.args
-    if args.no_vllm:
-        world.note("vLLM is left out: --no-vllm")
-        return None
-    python, why = find_vllm(args.vllm, REPO / ".venv-vllm")
-    if python is None:
-        world.note(why)
-        return None
-    print("starting vLLM, which compiles for minutes", flush=True)
-    server = start_vllm(python, args.model, world.folder)
-    ask_ids(server.http, world.tokenizer.encode_chat([{"role": "user", "content": "Hi"}]), 4, {})
-    return server
+@contextmanager
+def open_others(world: World) -> Iterator[dict[str, RunningServer]]:
+    """The servers of others, for the whole run; a line says why one is left out."""
+    args, running = world.args, dict[str, RunningServer]()
+    hello = world.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
+    try:
+        for arm in args.others:
+            if arm == "vllm":
+                python, why = find_vllm(REPO / ".venv-vllm")
+            else:
+                python, why = find_llamacpp(REPO / ".venv-llamacpp", args.model)
+            if python is None:
+                world.note(why)
+                continue
+            print(f"starting {arm}; vLLM compiles for minutes", flush=True)
+            start = start_vllm if arm == "vllm" else start_llamacpp
+            running[arm] = start(python, args.model, world.folder)
+            ask_ids(running[arm].http, hello, 4, {})
+        yield running
+    finally:
+        for server in running.values():
+            server.close()
 
 
 if __name__ == "__main__":

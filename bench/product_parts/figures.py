@@ -16,7 +16,7 @@ class Asked(NamedTuple):
 
     workload: str
     group: str  # what it is measured with
-    arm: str  # which server: default, full, prefix or vllm
+    arm: str  # which server: default, full, prefix, vllm or llamacpp
     step: int
     reply: Reply
 

@@ -120,6 +120,21 @@ class RunningServer:
         self.process.stop()
 
 
+def wait_for_health(server: RunningServer, most_s: float) -> None:
+    """Wait until it answers; ends it where it does not. Another program's server, by /health."""
+    until_s = time.monotonic() + most_s
+    try:
+        while server.process.is_alive and time.monotonic() < until_s:
+            with suppress(httpx.TransportError):  # it does not listen yet
+                if server.http.get("/health").status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise server.process.fail("did not start")
+    except BaseException:  # the bench may be stopped meanwhile
+        server.close()
+        raise
+
+
 @contextmanager
 def taking_turns(servers: Sequence[RunningServer], index: int, settle_s: float) -> Iterator[None]:
     """Let all finish what they do when idle, then only `servers[index]` run."""

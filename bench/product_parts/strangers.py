@@ -1,7 +1,7 @@
 """Models that nobody has prepared: folders made of an embedded one, which no packaged table names.
 
-    stranger:NAME   its weights in bfloat16, as model hubs have them
-    noise:NAME      its tokenizer and first ten layers with drawn weights: what must not be fused
+stranger:NAME   its weights in bfloat16, as model hubs have them
+noise:NAME      its tokenizer and first ten layers with drawn weights: what must not be fused
 """
 
 import json

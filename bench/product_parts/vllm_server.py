@@ -6,18 +6,14 @@ vLLM's cold prefill.
 """
 
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from kvweave.model.files.locate import locate
 from kvweave.text.prompt import Document, build_prompt, lay_out, past_messages
 from kvweave.text.tokenizer import Tokenizer
-from product_parts.servers import RunningServer, ServerProcess, free_port
+from product_parts.servers import RunningServer, ServerProcess, free_port, wait_for_health
 from product_parts.workloads import Hits, Search, Step
 
 START_S = 1800.0  # the first start compiles: 2 minutes on two idle cores, 10 on busy ones
@@ -25,9 +21,8 @@ KV_GIB = 2
 CONTEXT = 8192
 
 
-def find_vllm(given: Path | None, default: Path) -> tuple[Path | None, str]:
+def find_vllm(venv: Path) -> tuple[Path | None, str]:
     """The environment's Python, or None and why there is none."""
-    venv = default if given is None else given
     python = venv / "bin" / "python"
     if not python.is_file():
         return None, f"vLLM is left out: {venv.name} has no bin/python; make vllm builds it"
@@ -56,22 +51,8 @@ def start_vllm(python: Path, model: str, folder: Path) -> RunningServer:
     command += ["--host", "127.0.0.1", "--port", str(port)]
     process = ServerProcess("vllm", command, env, folder / "vllm.log", folder)
     server = RunningServer(process, f"http://127.0.0.1:{port}")
-    try:
-        _wait_for_health(server)
-    except BaseException:  # the bench may be stopped meanwhile
-        server.close()
-        raise
+    wait_for_health(server, START_S)
     return server
-
-
-def _wait_for_health(server: RunningServer) -> None:
-    until_s = time.monotonic() + START_S
-    while server.process.is_alive and time.monotonic() < until_s:
-        with suppress(httpx.TransportError):  # it does not listen yet
-            if server.http.get("/health").status_code == 200:
-                return
-        time.sleep(0.5)
-    raise server.process.fail("did not start")
 
 
 class PromptIds:

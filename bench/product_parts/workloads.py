@@ -70,7 +70,7 @@ class Workload:
     num_steps: int
     steps: Callable[[Search], Steps]
     kb: str | None = None
-    arms: tuple[str, ...] = field(default=("default", "full", "vllm"))
+    arms: tuple[str, ...] = field(default=("default", "full"))
 
 
 class Size(NamedTuple):
@@ -148,7 +148,7 @@ def conversations(talks: Sequence[Conversation], kb: str) -> Workload:
             messages = [*itertools.chain(*past), *_user(talks[0].turns[turn][0])]
             yield Step("named", messages, kb=kb, conversation_id=talks[0].name)
 
-    arms = ("default", "full", "prefix", "vllm")
+    arms = ("default", "full", "prefix")
     num_steps = sum(len(talk.turns) for talk in talks) + num_named
     return Workload("conversations", num_steps, steps, kb, arms)
 

@@ -12,13 +12,15 @@ import httpx
 import psutil
 import pytest
 
+from common.files import REPO
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Weave
+from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from product import GROUPS, MECHANISMS, Cold, beside, headline, misses, show
-from product_parts.asking import Refused, Reply, ask_chat
+from product_parts.asking import Refused, Reply, ask_chat, ask_ids
 from product_parts.figures import (
     LEAST_MS,
     Asked,
@@ -32,6 +34,7 @@ from product_parts.figures import (
     same_answers,
 )
 from product_parts.knowledge import Conversation, mtrag_conversations, mtrag_passages
+from product_parts.llamacpp_server import find_llamacpp, start_llamacpp
 from product_parts.servers import RunningServer, ServerProcess, settle, taking_turns
 from product_parts.vllm_server import PromptIds, find_vllm
 from product_parts.workloads import MAX_TOKENS, QUICK, Step, conversations, never_repeated
@@ -359,14 +362,36 @@ def until_it_spins(process: ServerProcess) -> None:
 
 
 def test_a_missing_vllm_is_said_in_a_line(tmp_path: Path) -> None:
-    python, why = find_vllm(None, tmp_path / ".venv-vllm")
+    python, why = find_vllm(tmp_path / ".venv-vllm")
     assert python is None
     assert "make vllm" in why
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
-    python, why = find_vllm(tmp_path, tmp_path / "other")
+    python, why = find_vllm(tmp_path)
     assert python is None
     assert "not installed" in why
+
+
+def test_a_missing_llama_cpp_is_said_in_a_line(tmp_path: Path) -> None:
+    python, why = find_llamacpp(tmp_path / ".venv-llamacpp", "smollm2")
+    assert python is None
+    assert "make llamacpp" in why
+
+
+@pytest.mark.skipif(
+    find_llamacpp(REPO / ".venv-llamacpp", "smollm2")[0] is None, reason="make llamacpp was not run"
+)
+def test_llama_cpp_answers_the_same_tokens(tmp_path: Path) -> None:
+    python, _ = find_llamacpp(REPO / ".venv-llamacpp", "smollm2")
+    assert python is not None
+    ids = Tokenizer(locate("smollm2")).encode_chat([{"role": "user", "content": "Say hello."}])
+    server = start_llamacpp(python, "smollm2", tmp_path)
+    try:
+        reply = ask_ids(server.http, ids, 2, {"cache_prompt": True})
+    finally:
+        server.close()
+    assert reply.prompt_tokens == len(ids)
+    assert reply.text
 
 
 def test_a_quick_run_asks_of_everything() -> None:
