@@ -378,3 +378,14 @@ def test_what_a_guess_saved_and_wasted_is_counted_and_said(decoder: Decoder) -> 
         assert (stats["speculation_right"], stats["speculation_wrong"]) == (1, 1)
         assert stats["speculation_saved_tokens"] == stats["speculation_wasted_tokens"] == 5
         engine.run_alone(engine.check_integrity)
+
+
+def test_a_decoder_whose_passes_are_recorded_serves_one_engine(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(decoder, SMALL), Engine(decoder, SMALL):
+        pass  # nothing is recorded on a CPU
+    monkeypatch.setattr(Decoder, "can_record", True)
+    with Engine(decoder, SMALL), pytest.raises(ConfigError, match="load another"):
+        Engine(decoder, SMALL)
+    Engine(decoder, SMALL).close()

@@ -74,6 +74,8 @@ class Engine:
         if self.cfg.exact:
             _check_order_can_be_fixed(decoder)
             fix_order()
+        if decoder.can_record:
+            recordings_of(decoder).lend(self)
         if pool is None:
             pool = make_pool(self.cfg, decoder)
         if runner is None:
@@ -302,6 +304,7 @@ class Engine:
     def close(self) -> None:
         """End what runs with EngineClosed and stop the thread. Harmless the second time."""
         self._worker.close()
+        recordings_of(self._decoder).players.discard(self)
         if self._decoder.on_layer == self._worker.beat:
             self._decoder.on_layer = lambda: None  # else it would keep this engine's pool alive
         if self._worker.is_abandoned:

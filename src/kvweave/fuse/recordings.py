@@ -7,11 +7,12 @@ probe (recorded_probe.py). Off a GPU nothing is ever recorded in it.
 
 from dataclasses import dataclass, field
 from typing import Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
+from kvweave.errors import ConfigError
 from kvweave.fuse.protocol import FusionDecoder, Projected
 from kvweave.fuse.recorded_layers import LayerRecordings
 from kvweave.fuse.recorded_probe import ProbeRecordings
@@ -24,6 +25,14 @@ class Recordings:
 
     layers: LayerRecordings = field(default_factory=LayerRecordings)
     probes: ProbeRecordings = field(default_factory=ProbeRecordings)
+    players: WeakSet[object] = field(default_factory=WeakSet)  # at most one
+
+    def lend(self, player: object) -> None:
+        """Let `player` alone use them until it discards itself from `players`: passes of two would
+        overwrite each other's buffers. Raises ConfigError while another has them."""
+        if self.players:
+            raise ConfigError("an engine computes with this decoder already; load another for this")
+        self.players.add(player)
 
     def record_ahead(self, decoder: FusionDecoder) -> bool:
         """Record one thing more that a request has needed before, in idle time: else the next one
