@@ -72,9 +72,7 @@ def test_tests_that_a_page_names_are_there() -> None:
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
     }
     named = {
-        name
-        for page in DOCS.glob("*.md")
-        for name in re.findall(r"`(test_\w+)`", page.read_text())
+        name for page in DOCS.glob("*.md") for name in re.findall(r"`(test_\w+)`", page.read_text())
     }
     assert named
     assert named <= there, named - there
