@@ -12,7 +12,7 @@ over copies of one knowledge base get the same questions in turns, while the oth
     default   the request as it is: speculation is `auto`
     off       with `"speculate": "off"`
 
-The first LEARN questions of each level are asked and not counted: there `auto` learns. Their
+The first `--learn` questions of each level are asked and not counted: there `auto` learns. Their
 figures stand beside the others. `held` is the share of guesses that became the answer, `slower` the
 share of requests whose first token came later than without by more than 5 %. Questions are of
 Natural Questions over Wikipedia passages. Chunk KV is made before (kept in bench/cache): minutes
@@ -67,6 +67,14 @@ class Pair(NamedTuple):
 
     default: Reply
     off: Reply
+
+
+class Level(NamedTuple):
+    """What is measured by itself."""
+
+    search_ms: float  # a search by itself
+    reuse: str
+    address: str  # of the vector server
 
 
 def read_world(data: Path, num_passages: int) -> tuple[list[dict[str, str]], list[str]]:
@@ -151,7 +159,7 @@ def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
             statistics.mean(o > SLOWER * t for o, t in zip(ours, theirs, strict=True)), 3
         ),
         "staged": round(len(searched) / len(pairs), 3),
-        "search_ms": round(statistics.median(searched), 1) if searched else None,
+        "searched_ms": round(statistics.median(searched), 1) if searched else None,
         "guesses": guesses,
         "held": round(held / guesses, 3) if guesses else None,
         "hidden_ms": round(statistics.median(hidden), 1) if hidden else None,
@@ -166,7 +174,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table("search", "reuse", *names, title="First token, without and with", box=None)
     for row in rows:
         told_of = [str(row[name]) for name in names]
-        table.add_row(f"{row['level_ms']:.0f} ms", row["reuse"], *told_of)
+        table.add_row(f"{row['search_ms']:.0f} ms", row["reuse"], *told_of)
     Console(width=150).print(table)
 
 
@@ -177,6 +185,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--passages", type=int, default=4000)
     parser.add_argument("--questions", type=int, default=40, help="of each level, that count")
+    parser.add_argument("--learn", type=int, default=LEARN, help="questions that come before those")
     parser.add_argument("--search-ms", type=float, nargs="+", default=[100.0])
     parser.add_argument("--wire-ms", type=float, default=0.0, help="of each, there and back")
     parser.add_argument("--reuse", nargs="+", default=["default"], help="or: prefix, full, …")
@@ -192,16 +201,15 @@ def main() -> None:
         vectors, address = start_vector_server(folder, args.wire_ms)
         try:
             for level_ms in args.search_ms:
-                httpx.put(f"http://{address}/search_ms", json=level_ms)
                 for reuse in args.reuse:
-                    rows.append(measure(args, made, home, f"qdrant://{address}", questions, reuse))
-                    rows[-1] |= {"level_ms": level_ms, "reuse": reuse}
+                    level = Level(level_ms, reuse, address)
+                    rows.append({**level._asdict(), **measure(args, made, home, level, questions)})
         finally:
             vectors.stop()
     show(rows)
     config = {
         name: getattr(args, name)
-        for name in ("model", "passages", "questions", "wire_ms", "search_ms", "reuse")
+        for name in ("model", "passages", "questions", "learn", "wire_ms", "search_ms", "reuse")
     }
     first = rows[0]
     finish(
@@ -223,23 +231,23 @@ def measure(
     args: argparse.Namespace,
     made: Path,
     home: Path,
-    url: str,
+    level: Level,
     questions: Sequence[str],
-    reuse: str,
 ) -> dict[str, Any]:
     """One level: new servers over new copies."""
     servers: list[RunningServer] = []
-    with tempfile.TemporaryDirectory(dir=home.parent) as level:
+    with tempfile.TemporaryDirectory(dir=home.parent) as folder:
         try:
             for arm in ARMS:
-                root = Path(level) / arm
+                root = Path(folder) / arm
                 root.mkdir()
                 copy_of(made, root, NAME)
-                put_vectors(root / NAME, url)
+                put_vectors(root / NAME, f"qdrant://{level.address}")
+                httpx.put(f"http://{level.address}/search_ms", json=level.search_ms, timeout=600)
                 servers.append(start_kvweave(arm, args.model, root, home, args.device))
             pairs = []
-            for number, question in enumerate(questions[: LEARN + args.questions]):
-                pair = ask_pair(servers, question, number, reuse)
+            for number, question in enumerate(questions[: args.learn + args.questions]):
+                pair = ask_pair(servers, question, number, level.reuse)
                 pairs.append(pair)
                 ttft = f"off {pair.off.ttft_ms:,.0f} ms, default {pair.default.ttft_ms:,.0f} ms"
                 print(f"[{number}] {ttft} {dict(told(pair.default))}", flush=True)
@@ -249,8 +257,8 @@ def measure(
                 server.close()
     total = "kvweave_staged_searches_total"
     return {
-        **figures(pairs[LEARN:]),
-        "learning": figures(pairs[:LEARN]),
+        **figures(pairs[args.learn :]),
+        "learning": figures(pairs[: args.learn]),
         "staged_searches": [each.get(total) for each in counted],
     }
 

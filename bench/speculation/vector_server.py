@@ -10,11 +10,16 @@ back. Held answers use no processor, as beside a server elsewhere.
 
 import argparse
 import json
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # bench/ instead of this folder
 
 import faiss
 import numpy as np
@@ -67,6 +72,13 @@ class Collections:
                     return client.delete(name, models.PointIdsList(points=body["points"]))
         raise ValueError(f"{method} {what} is not spoken here")
 
+    def build(self) -> None:
+        """Make the graphs that are missing: no query should wait for that."""
+        with self._lock:
+            for each in self._client.get_collections().collections:
+                if each.name not in self._graphs:
+                    self._build(each.name)
+
     def walk(self, name: str, body: Body) -> tuple[IndexHits, float]:
         """Hits, and what finding them compared over what a full walk compares."""
         effort = (body.get("params") or {}).get("hnsw_ef") or SEARCH_EFFORT
@@ -97,7 +109,7 @@ class Collections:
 
 
 class VectorServer(ThreadingHTTPServer):
-    """`search_ms` may change while it runs: `PUT /search_ms` with a number."""
+    """`search_ms` may change while it runs: `PUT /search_ms` with a number, behind all vectors."""
 
     daemon_threads = True
 
@@ -121,6 +133,7 @@ class Handler(BaseHTTPRequestHandler):
         parts = self.path.partition("?")[0].strip("/").split("/", 2)
         if parts[0] == "search_ms":
             server.search_ms, told = float(body), True
+            server.collections.build()
         elif parts[2:] == ["points/query"]:
             hits, share = server.collections.walk(parts[1], body)
             pairs = zip(hits.ids.tolist(), hits.scores.tolist(), strict=True)

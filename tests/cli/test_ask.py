@@ -88,6 +88,7 @@ def test_json_names_the_sources(run: Run, chat_model_folder: Path, tmp_path: Pat
     assert source["span"] == [chunk["start"], chunk["start"] + chunk["tokens"]]
     assert source["fate"] == chunk["state"]
     assert said["documents"] == [str(tmp_path / "a.txt")]
+    assert said["explain"]["order"] == "auto, says the configuration"
     assert said["full_ms"] is None or said["full_ms"] > 0
 
 

@@ -344,7 +344,8 @@ def _explain_document(answer: "Answer") -> dict[str, Any] | None:
     guessed = answer.speculation
     speculation = {} if guessed is None else {"speculation": guessed.document()}
     audit = {} if answer.audit is None else {"audit": answer.audit.document()}
-    return {**as_document(answer.explain), **plan, **speculation, **audit}
+    order = {"order": answer.order, "not_guessed": answer.not_guessed}
+    return {**as_document(answer.explain), **plan, **speculation, **audit, **order}
 
 
 def _explain_text(weave: "Weave", answer: "Answer") -> str:
@@ -354,6 +355,8 @@ def _explain_text(weave: "Weave", answer: "Answer") -> str:
     shown = show(answer.explain, texts, colour=sys.stderr.isatty())
     if answer.decision is not None:
         shown += f"\n{decision_line(answer.decision)}"
+    if answer.order is not None:
+        shown += f"\norder of chunks: {answer.order}"
     return shown if answer.speculation is None else f"{shown}\n{answer.speculation.summary()}"
 
 

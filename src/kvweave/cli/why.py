@@ -56,6 +56,8 @@ def _show(answer: Reply) -> None:
     console.print(summary(answer), soft_wrap=True)
     if explain["why"]:
         console.print(f"no more is reused: {explain['why']}", soft_wrap=True)
+    if explain["order"]:
+        console.print(f"order of chunks: {explain['order']}", soft_wrap=True)
     if explain["chunks"]:
         titles = {
             source["span"][0]: source["title"] for source in answer["sources"] if source["span"]

@@ -55,12 +55,14 @@ def test_a_chat_is_made_from_what_a_search_finds(filled: KbServer, retrieval: st
         assert "Lamp" not in titles(ask(filled.url, "pods", retrieval=retrieval, k=3))
 
 
-def test_guesses_are_for_searches_by_vector_alone(filled: KbServer) -> None:
-    told = ask(filled.url, retrieval="hybrid", speculate="on", explain=True)["explain"]
-    assert told["speculation"] is None
-    assert told["not_guessed"] == "this search has no stages: hybrid"
-    told = ask(filled.url, speculate="on", explain=True)["explain"]
-    assert told["speculation"] is not None
+def test_guesses_are_for_searches_that_have_stages(filled: KbServer) -> None:
+    for how in ({"retrieval": "words"}, {"filter": {"part": "ops"}}):
+        told = ask(filled.url, speculate="on", explain=True, **how)["explain"]
+        assert told["speculation"] is None
+        assert told["not_guessed"].startswith("this search has no stages: ")
+    for retrieval in ("vector", "hybrid"):
+        told = ask(filled.url, speculate="on", explain=True, retrieval=retrieval)["explain"]
+        assert told["speculation"] is not None
 
 
 def test_a_filter_and_a_least_score_choose_the_chunks(filled: KbServer) -> None:
