@@ -40,6 +40,7 @@ from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineChunk, EngineRequest, Ticket
 from kvweave.engine.sampling import Sampling
+from kvweave.model.decoder import Decoder
 
 QUOTE = "Quote the sentences of the passages that answer this, word for word: {}"
 SUMMARY = "Sum up what the passages say."
@@ -113,10 +114,11 @@ def parse_args() -> argparse.Namespace:
 def run_model(weave: Weave, args: argparse.Namespace) -> dict[str, Any]:
     """The figures of one model, by kind and batch."""
     decoder = weave.runtime.decoder
+    twin = Decoder(decoder.spec, decoder.weights)  # an engine is alone with its decoder
     found = {}
     with (
         Engine(decoder, EngineConfig(copy_tokens=0, tree_share=0.9)) as plain,
-        Engine(decoder, EngineConfig(copy_tokens=args.copy_tokens, tree_share=0.9)) as copying,
+        Engine(twin, EngineConfig(copy_tokens=args.copy_tokens, tree_share=0.9)) as copying,
     ):
         for kind in args.kind or KINDS:
             for batch in map(int, args.batches.split(",")):

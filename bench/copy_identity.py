@@ -39,6 +39,7 @@ from kvweave.app.weave import Weave
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest
+from kvweave.model.decoder import Decoder
 
 SETS = {
     "hotpot": "hotpotqa/hotpotqa_distractor",
@@ -154,9 +155,10 @@ def ask_model(weave: Weave, cases: Sequence[SetCase], args: argparse.Namespace) 
     ]
     cfg = EngineConfig(copy_tokens=0, max_running=args.together, tree_share=0.9)
     decoder = weave.runtime.decoder
+    twin = Decoder(decoder.spec, decoder.weights)  # an engine is alone with its decoder
     with (
         Engine(decoder, cfg) as plain,
-        Engine(decoder, replace(cfg, copy_tokens=args.copy_tokens)) as copying,
+        Engine(twin, replace(cfg, copy_tokens=args.copy_tokens)) as copying,
     ):
         return compare(plain, copying, asked, args)
 

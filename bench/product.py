@@ -20,13 +20,15 @@ base and a tree of its own; while one answers the others are frozen:
               conversations the one that `prefix` has. `make vllm` builds it
     llamacpp  llama.cpp's server with its prompt cache, the same tokens over the same GGUF file by
               its 4-bit products. `make llamacpp` builds it
+    plain     with --plain: default, but tokens are not copied (`engine.copy_tokens = 0`)
 
 A workload begins with new servers, which are warmed up by one chat and one question. The fields
 `…_speedup` are p50 of the other arm ÷ p50 of default: over full, for conversations over prefix.
 `same_documents_speedup` is of the documents' share alone, which is what is left of the second ask
 when the same question without documents is taken off. `worst_over_full` is the largest p50 of
 default ÷ p50 of full over all groups of requests. The run's machine profile is its own, measured by
-the first server. About 20 minutes on two cores, and a few more the first time, when chunk KV is
+the first server. `answer_speedup` is the median of plain ÷ default of whole answers; give them
+`--max-tokens 64`. About 20 minutes on two cores, and a few more the first time, when chunk KV is
 made (kept in bench/cache). Time nothing while something else runs.
 """
 
@@ -54,6 +56,7 @@ from product_parts.figures import (
     Asked,
     Mechanism,
     Metrics,
+    answer_speedups,
     cells,
     documents_speedup,
     judge,
@@ -228,12 +231,13 @@ class World:
         """New kvweave servers for a workload, one per arm, each over copies of its own."""
         running: dict[str, RunningServer] = {}
         try:
-            for arm in workload.arms:
+            for arm in (*workload.arms, *["plain"] * self.args.plain):
                 root = self.folder / f"{workload.name}-{arm}"
                 root.mkdir()
                 if workload.kb is not None:
                     copy_of(self.kbs[workload.kb], root, workload.kb)
-                running[arm] = start_kvweave(arm, self.args.model, root, self.home)
+                more = {"KVWEAVE_ENGINE_COPY_TOKENS": "0"} if arm == "plain" else {}
+                running[arm] = start_kvweave(arm, self.args.model, root, self.home, more=more)
             yield running
         finally:
             for server in running.values():
@@ -320,14 +324,15 @@ class WorkloadRun:
         return replies
 
     def _ask(self, arm: str, step: Step, ids: Sequence[int]) -> Reply:
-        http, body = self._servers[arm].http, step.body()
-        if arm == "default":
+        max_tokens = self._world.args.max_tokens
+        http, body = self._servers[arm].http, step.body() | {"max_tokens": max_tokens}
+        if arm in ("default", "plain"):
             return ask_chat(http, body)
         if arm == "llamacpp":
-            return ask_ids(http, ids, MAX_TOKENS, {"cache_prompt": True})
+            return ask_ids(http, ids, max_tokens, {"cache_prompt": True})
         if arm == "vllm":
             # its server lasts for the whole run: a workload finds nothing of the one before
-            return ask_ids(http, ids, MAX_TOKENS, salted(self._workload.name))
+            return ask_ids(http, ids, max_tokens, salted(self._workload.name))
         if arm == "prefix":
             body.pop("conversation_id", None)
             plain = step.kb is None
@@ -358,7 +363,8 @@ class WorkloadRun:
         for number in sorted({round(last * part / NUM_COLD) for part in range(1, NUM_COLD + 1)}):
             ids = self._prompt_ids[number]
             with taking_turns(servers, self._arms.index("vllm"), SETTLE_S):
-                cold = ask_ids(server.http, ids, MAX_TOKENS, salted(f"cold-{len(world.cold)}"))
+                salt = salted(f"cold-{len(world.cold)}")
+                cold = ask_ids(server.http, ids, world.args.max_tokens, salt)
             taken = Cold(name, len(ids), round(cold.ttft_ms, 1), round(cached[number].ttft_ms, 1))
             world.cold.append(taken)
 
@@ -386,6 +392,7 @@ def beside(asked: Sequence[Asked], cold: Sequence[Cold]) -> dict[str, Any]:
         "conversation_over_full_speedup": speedup(asked, "conversation"),
         "full_tokens_per_s": round(statistics.median(rates), 1) if rates else None,
         "same_answers": same_answers(asked),
+        "answer_speedup": answer_speedups(asked, GROUPS),
     }
     if any(a.arm == "llamacpp" for a in asked):
         over = {group: speedup(asked, group, over="llamacpp") for group in GROUPS}
@@ -474,6 +481,8 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--quick", action="store_true", help="a few requests of each: 3 minutes")
     parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help="beside it")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of an answer")
+    parser.add_argument("--plain", action="store_true", help="an arm that copies no tokens, too")
     parser.add_argument("--cache", type=Path, default=CACHE, help="keeps chunk KV between runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
@@ -496,7 +505,7 @@ def main() -> None:
         "quick": args.quick,
         "workloads": [workload.name for workload in workloads],
         "size": world.size._asdict(),
-        "max_tokens": MAX_TOKENS,
+        "max_tokens": args.max_tokens,
         "vllm": "vllm" in others,
         "llamacpp": "llamacpp" in others,
     }

@@ -50,6 +50,7 @@ def _cell(key: tuple[str, str, str], replies: Sequence[Reply]) -> dict[str, Any]
         "ttft_p50_ms": round(percentile(ttft, 50), 1),
         "ttft_p95_ms": round(percentile(ttft, 95), 1),
         "ttft_mean_ms": round(statistics.mean(ttft), 1),
+        "total_p50_ms": round(percentile([reply.total_ms for reply in replies], 50), 1),
         "prompt_tokens": round(statistics.mean(reply.prompt_tokens for reply in replies)),
         "tokens": {name: sum(t[name] for t in told) for name in SOURCES} if told else None,
     }
@@ -84,6 +85,19 @@ def over_full(asked: Sequence[Asked], groups: Iterable[str]) -> dict[str, float]
     """By group, p50 of the default arm ÷ p50 of full prefill; those that were asked."""
     found = {group: speedup(asked, group) for group in groups}
     return {group: round(1 / value, 3) for group, value in found.items() if value}
+
+
+def answer_speedups(asked: Sequence[Asked], groups: Iterable[str]) -> dict[str, float]:
+    """By group, the median over its requests of how long the whole answer took without copying ÷
+    with it; those that were asked both ways."""
+    total = {(a.group, a.step, a.arm): a.reply.total_ms for a in asked}
+    found = {}
+    for group in groups:
+        steps = [step for (name, step, arm) in total if (name, arm) == (group, "plain")]
+        pairs = [total[group, i, "plain"] / total[group, i, "default"] for i in steps]
+        if pairs:
+            found[group] = round(statistics.median(pairs), 3)
+    return found
 
 
 def same_answers(asked: Sequence[Asked]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 import psutil
@@ -180,15 +181,21 @@ def default_env(home_folder: Path) -> dict[str, str]:
 
 
 def start_kvweave(
-    name: str, model: str, kb_root: Path, home_folder: Path, device: str = "auto"
+    name: str,
+    model: str,
+    kb_root: Path,
+    home_folder: Path,
+    device: str = "auto",
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> RunningServer:
-    """`kvweave serve` with its defaults, once it is ready. `random:NAME` is a shape's name."""
+    """`kvweave serve` with its defaults, once it is ready; `more` are variables besides.
+    `random:NAME` is a shape's name."""
     flag = "--shape" if model.startswith(RANDOM) else "--model"
     command = [sys.executable, "-m", "kvweave", "serve", "--port", "0"]
     command += [flag, model.removeprefix(RANDOM), "--kb-root", str(kb_root), "--device", device]
     log = home_folder.parent / f"{name}.log"
     cwd = home_folder.parent  # where no kvweave.toml lies
-    process = ServerProcess(name, command, default_env(home_folder), log, cwd)
+    process = ServerProcess(name, command, {**default_env(home_folder), **more}, log, cwd)
     try:
         return RunningServer(process, _greeting(process))
     except BaseException:

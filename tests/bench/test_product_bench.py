@@ -25,6 +25,7 @@ from product_parts.figures import (
     LEAST_MS,
     Asked,
     Mechanism,
+    answer_speedups,
     cells,
     documents_speedup,
     grown,
@@ -118,6 +119,12 @@ def test_answers_are_compared_step_by_step() -> None:
     asked = make_asked("chat", "default", 1, 1) + make_asked("chat", "full", 1, 1)
     asked[1] = asked[1]._replace(reply=asked[1].reply._replace(text="else"))
     assert same_answers(asked) == {"chat": 0.5}
+
+
+def test_whole_answers_are_compared_request_by_request() -> None:
+    asked = make_asked("chat", "default", 100.0, 10.0, 50.0)
+    asked += make_asked("chat", "plain", 200.0, 15.0, 50.0) + make_asked("skewed", "default", 9.0)
+    assert answer_speedups(asked, ("chat", "skewed")) == {"chat": 1.5}
 
 
 # ── what fired ───────────────────────────────────────────────────────────────

@@ -10,8 +10,10 @@ the first that is not the draft's ends it.
     draft                     is │ lit │ at │ dusk
     drawn                     is │ lit │ by                  two tokens copied, one drawn besides
 
-A draft is as long as it pays: by how often drafts behind a match of this length were right, and by
-what steps with more rows have taken on this device.
+Answers that decode together share a step, and more rows make it longer for all of them. So what
+they draft is chosen for all at once (`Drafts.share_out`): the tokens most likely right, as many as
+give most tokens per second, by how often drafts behind a match of this length were right and by
+what steps of so many rows took on this device.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,11 @@ RIGHT_AT_FIRST = 0.5  # share of drafted tokens that are taken to be right befor
 FIRST_WEIGHT = 4.0  # of that, in tokens
 KEPT = 0.98  # of what was seen before, with every draft that is judged, and with every step
 KEPT_OWN = 0.9  # of what one answer saw: what it copies changes from sentence to sentence
-FIRST_SLOPE = 0.05  # of a step of one row, that another row takes before any was seen
+FIRST_SLOPE = 0.05  # of a step without rows, that a row takes before any was seen
+LEAST_GAIN = 1.02  # in tokens per second: choosing takes time, too
+# Most rows of steps that are taken to be alike
+BINS = np.array((*range(1, 33), *range(40, 129, 8), 160, 192, 256, 384, 512))
+FORGOTTEN = 0.05  # of a step: what was seen of a bin counts until so little of it is left
 
 
 class Draft(NamedTuple):
@@ -100,28 +106,30 @@ class DraftOdds:
 
 
 class StepTimes:
-    """What steps in which all sequences decode take by their rows: a line through the last ones."""
+    """What steps in which all sequences decode took lately, by their rows: more of them may cost
+    nothing, or the time of a whole block."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # weights, rows, seconds, rows squared, rows by seconds
+        self._seen = np.zeros((len(BINS) + 1, 3))  # of each bin: weight, rows, seconds
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Note what a step took."""
-        self._sums *= KEPT
-        self._sums += (1.0, rows, seconds, rows * rows, rows * seconds)
+        """Note what a step took, or what it took at most if nothing else came between: as long
+        again as expected."""
+        if self._seen.any():
+            seconds = min(seconds, 2 * float(self.expect(np.array([rows]))[0]))
+        self._seen *= KEPT
+        self._seen[np.searchsorted(BINS, rows)] += (1.0, rows, seconds)
 
-    def relative(self, rows: int, than: int) -> float:
-        """Return how many times as long a step of `rows` takes as one of `than` rows."""
-        weight, x, y, xx, xy = self._sums
-        if not y:
-            base_s, slope_s = 1.0, FIRST_SLOPE
-        else:
-            x, y, spread = x / weight, y / weight, xx / weight - (x / weight) ** 2
-            slope_s = FIRST_SLOPE * y / max(x, 1.0)
-            if spread > 0.25:  # else all of them had about as many rows
-                slope_s = max(0.0, (xy / weight - x * y) / spread)
-            base_s = max(y - slope_s * x, 0.0)
-        return float((base_s + slope_s * rows) / (base_s + slope_s * than))
+    def expect(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return how long steps of `rows`, in ascending order, take: a line between two that were
+        seen, and as FIRST_SLOPE says beyond them. What fewer rows took longer for than more was
+        chance."""
+        times = 1 + FIRST_SLOPE * rows
+        weight, sum_rows, seconds = self._seen[self._seen[:, 0] > FORGOTTEN].T
+        if len(weight):
+            mean, first = sum_rows / weight, 1 + FIRST_SLOPE * sum_rows / weight
+            times = times * np.interp(rows, mean, seconds / weight / first)
+        return np.asarray(np.minimum.accumulate(times[::-1])[::-1], dtype=np.float64)
 
 
 class Drafts:
@@ -130,9 +138,8 @@ class Drafts:
     def __init__(self, most: int) -> None:
         """`most` tokens are drafted at a time; 0: none are."""
         self.most = most
-        self._odds = DraftOdds()
+        self.odds = DraftOdds()
         self._times = StepTimes()
-        self._num_answers = 1  # that decoded in the last step
 
     def open(
         self, token_ids: Sequence[int], room: int, forced: Sequence[int] = ()
@@ -141,32 +148,29 @@ class Drafts:
         tokens; `forced` are all of them, where they are known."""
         return AnswerDrafts(self, DraftSource(token_ids, room), forced)
 
-    def observe_step(self, num_answers: int, rows: int, seconds: float) -> None:
-        """Note what a step took in which `num_answers` decode and nothing else happens, with so
-        many rows in all."""
-        self._num_answers = num_answers
+    def observe_step(self, rows: int, seconds: float) -> None:
+        """Note what a step took in which answers decode and nothing else happens, with so many rows
+        in all."""
         self._times.observe(rows, seconds)
 
-    def observe(self, match: int, right: int, judged: int) -> None:
-        """Note how many tokens of a draft behind such a match were right, of those judged."""
-        self._odds.observe(match, right, judged)
-
-    def best_length(self, odds: DraftOdds, draft: Draft) -> int:
-        """Return the length of a draft with which most tokens come per second; `odds` are the
-        answer's own."""
-        others, match = self._num_answers, draft.match
-        odds_of_one = odds.odds(match, self._odds)
-        best, best_pace, expected = 0, 1.0, 1.0
-        for length in range(1, len(draft.token_ids) + 1):
-            expected += odds_of_one**length
-            gained = (others - 1 + expected) / others
-            pace = gained / self._times.relative(others + length, others)
-            if pace > best_pace:
-                best, best_pace = length, pace
-        if not best:
-            odds.forget_some(match)
-            self._odds.forget_some(match)
-        return best
+    def share_out(self, answers: "Sequence[AnswerDrafts]", num_decoding: int) -> None:
+        """Choose how long the drafts of answers are, so that most tokens come per second from a
+        step in which `num_decoding` decode."""
+        found = [answer for answer in answers if answer.found is not None]
+        if not found:
+            return
+        odds = [answer.odds_ahead() for answer in found]
+        whose = np.repeat(np.arange(len(found)), [len(each) for each in odds])
+        every = np.concatenate(odds)
+        order = np.argsort(-every, kind="stable")  # of one answer they descend
+        rows = num_decoding + np.arange(len(every) + 1)
+        expected = num_decoding + np.concatenate(([0.0], every[order].cumsum()))
+        times_s = self._times.expect(rows)
+        pace = expected / num_decoding / (times_s / times_s[0])
+        best = int(pace.argmax()) if pace.max() > LEAST_GAIN else 0
+        lengths = np.bincount(whose[order[:best]], minlength=len(found))
+        for answer, length in zip(found, lengths.tolist(), strict=True):
+            answer.choose(length)
 
 
 class AnswerDrafts:
@@ -178,26 +182,36 @@ class AnswerDrafts:
         self._odds = DraftOdds(KEPT_OWN)
         self._forced = forced
         self._match = 0  # in front of the draft at hand
+        self.found: Draft | None = None  # may be drafted, if it is chosen
         self.token_ids: Sequence[int] = ()  # the draft at hand; empty: there is none
 
-    def prepare(self, token_ids: Sequence[int], answered: int, room: int) -> int:
-        """Draft what comes behind `token_ids`, of which `answered` are the answer's, which has at
-        most `room`. Returns how many tokens."""
+    def prepare(self, token_ids: Sequence[int], answered: int, room: int) -> None:
+        """Look for what may come behind `token_ids`, of which `answered` are the answer's, which
+        has at most `room`. Tokens that are known are drafted; others wait to be chosen."""
         most = min(self._shared.most, room - answered - 1)  # the last one is never looked at
-        if self._forced:
-            self.token_ids = self._forced[answered : answered + most]
-            return len(self.token_ids)
-        self.token_ids = ()
-        self._source.grow(token_ids)
-        draft = self._source.find(most)
-        if draft is not None:
-            length = self._shared.best_length(self._odds, draft)
-            self.token_ids, self._match = draft.token_ids[:length], draft.match
-        return len(self.token_ids)
+        self.token_ids = self._forced[answered : answered + most]
+        if not self._forced:
+            self._source.grow(token_ids)
+            self.found = self._source.find(most)
+
+    def odds_ahead(self) -> NDArray[np.float64]:
+        """Return the odds of each token that was found that it and those in front are right."""
+        assert self.found is not None, "what was found has odds"
+        odds = self._odds.odds(self.found.match, self._shared.odds)
+        return np.asarray(odds ** np.arange(1, len(self.found.token_ids) + 1), dtype=np.float64)
+
+    def choose(self, length: int) -> None:
+        """Draft so many of the tokens that were found."""
+        assert self.found is not None, "what is drafted was found"
+        self.token_ids, self._match = self.found.token_ids[:length], self.found.match
+        self.found = None
+        if not length:
+            self._odds.forget_some(self._match)
+            self._shared.odds.forget_some(self._match)
 
     def judge(self, right: int, computed: int) -> None:
         """Note how many tokens of the draft at hand were right, of those that were computed."""
         judged = min(right + 1, computed)
         if judged and not self._forced:
             self._odds.observe(self._match, right, judged)
-            self._shared.observe(self._match, right, judged)
+            self._shared.odds.observe(self._match, right, judged)

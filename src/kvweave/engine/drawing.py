@@ -64,6 +64,14 @@ class TokenDrawer:
             sequence.prepare_draft(self._drafts)
         return is_over
 
+    def share_out_drafts(self, sequences: Sequence[EngineSequence]) -> None:
+        """Choose what those of a step draft that decode in the next one."""
+        decoding = [each for each in sequences if each.progress.needed == 1]
+        drafted = [(each, each.drafts) for each in decoding if each.drafts is not None]
+        self._drafts.share_out([drafts for _, drafts in drafted], len(decoding))
+        for each, drafts in drafted:
+            each.progress.drafted = len(drafts.token_ids)
+
     def _draw_one(self, sequence: EngineSequence, logits: Tensor, likeliest: int | None) -> bool:
         """Draw one token from its logits [V] and hand it out. Returns whether it was the last."""
         try:

@@ -140,9 +140,10 @@ class Lifecycle:
         if is_usual and all(
             result.slice.sequence.progress.needed == 1 for result in output.results
         ):
-            self._drafts.observe_step(len(output.results), all_rows, output.seconds)
+            self._drafts.observe_step(all_rows, output.seconds)
         for result in output.results:
             self._finish_slice(result, output.seconds, all_rows)
+        self._drawer.share_out_drafts([result.slice.sequence for result in output.results])
 
     def _finish_slice(self, result: SliceResult, seconds: float, all_rows: int) -> None:
         """Advance one request by its rows of a step, which had `all_rows` and took `seconds`, and

@@ -151,12 +151,13 @@ class EngineSequence:
         self.ticket.timeline.prefilled_s = time.perf_counter()
 
     def prepare_draft(self, drafts: Drafts) -> None:
-        """Draft what the answer may go on with. Behind a token that was not the last one."""
+        """Look for what the answer may go on with. Behind a token that was not the last one."""
         if drafts.most:
             if self.drafts is None:
                 prompt_ids = self.ids[: self.prompt_len]
                 self.drafts = drafts.open(prompt_ids, self.room, self.request.forced)
-            self.progress.drafted = self.drafts.prepare(self.ids, self.answered, self.room)
+            self.drafts.prepare(self.ids, self.answered, self.room)
+            self.progress.drafted = len(self.drafts.token_ids)
 
     def judge_draft(self, num_right: int, num_computed: int) -> None:
         """Note how many tokens of the draft were right, of those that were computed."""
