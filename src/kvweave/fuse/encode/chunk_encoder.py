@@ -424,15 +424,14 @@ class ChunkEncoder:
     def absent(
         self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]
     ) -> list[Chunk]:
-        """Chunks without KV, each once, longest first so that a pass holds chunks of a length."""
+        """Chunks without KV on some rank, each once, longest first so that a pass holds chunks of a
+        length."""
         by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
         self.store.confirm(by_key)  # removed elsewhere, and ingested again
         peeks = self.store.peek(list(by_key))
-        absent = [
-            chunk
-            for chunk, peek in zip(by_key.values(), peeks, strict=True)
-            if peek.residency is Residency.ABSENT
-        ]
+        is_absent = torch.tensor([float(peek.residency is Residency.ABSENT) for peek in peeks])
+        counted = zip(by_key.values(), self.decoder.sum_over_ranks(is_absent), strict=True)
+        absent = [chunk for chunk, num_ranks in counted if num_ranks]
         return sorted(absent, key=lambda chunk: -len(chunk.token_ids))
 
 

@@ -43,6 +43,7 @@ class ModelIdentity:
     preparation: Preparation
     texts: Texts
     weights: str  # fingerprint: a profile is of these
+    num_ranks: int = 1  # that share the heads out: the spec is that of one
 
     @property
     def encoding_context(self) -> str:
@@ -53,9 +54,26 @@ class ModelIdentity:
         """Names these weights with an adapter on: another model to whoever looks for chunk KV."""
         if lora is None:
             return self
-        name = f"{self.context.model}|lora {lora.digest}"
+        return replace(self, context=self._context_of(f"lora {lora.digest}"))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "ModelIdentity":
+        """Names the heads that one of some tensor-parallel ranks has, cut as vLLM cuts them: where
+        there are fewer KV heads than ranks, neighbours have the same one."""
+        if num_ranks == 1:
+            return self
+        spec = replace(
+            self.spec,
+            num_heads=self.spec.num_heads // num_ranks,
+            num_kv_heads=max(1, self.spec.num_kv_heads // num_ranks),
+        )
+        context = self._context_of(f"rank {rank} of {num_ranks}")
+        return replace(self, spec=spec, context=context, num_ranks=num_ranks)
+
+    def _context_of(self, part: str) -> KeyContext:
+        """Names a variation of these weights, or a part of them: another model to a store."""
+        name = f"{self.context.model}|{part}"
         model = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-        return replace(self, context=replace(self.context, model=model))
+        return replace(self.context, model=model)
 
     def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
         context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)

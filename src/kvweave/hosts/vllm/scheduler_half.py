@@ -110,11 +110,17 @@ class SchedulerHalf:
     """Decides which requests are fused, in vLLM's scheduler."""
 
     def __init__(
-        self, settings: HostSettings, identity: ModelIdentity, store: KVStore, block_tokens: int
+        self,
+        settings: HostSettings,
+        identity: ModelIdentity,
+        store: KVStore,
+        block_tokens: int,
+        num_ranks: int = 1,
     ) -> None:
-        """`block_tokens` are hashed together."""
+        """`block_tokens` are hashed together. `num_ranks` share the heads of `identity` out."""
         self._settings = settings
         self._identity = identity
+        self._ranks = [identity.of_rank(rank, num_ranks) for rank in range(num_ranks)]
         self._store = store
         self._block_tokens = block_tokens
         self._is_cached: Callable[[Any], bool] = lambda _hash: False
@@ -276,7 +282,11 @@ class SchedulerHalf:
         rows = self._count_rows(request, wish, missing, len(ids))
         if wish.reuse == AUTO:
             return self._plan_freely(plan, wish, ids, rows)
-        if wish.strategy(num_layers).reuses != "all":
+        strategy = wish.strategy(num_layers)
+        chooser = type(strategy.selector).__module__
+        if len(self._ranks) > 1 and strategy.selector and not chooser.startswith("kvweave."):
+            return replace(plan, way="refused", why=f"{wish.reuse} may choose by heads of one rank")
+        if strategy.reuses != "all":
             plan.reason, plan.why = Reason.FUSES_NOTHING, f"{Reason.FUSES_NOTHING}: {wish.reuse}"
             return plan
         return self._plan_cheapest(plan, [PermittedReuse(wish, 0.0)], ids, rows)
@@ -324,19 +334,20 @@ class SchedulerHalf:
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
     def _find_stored(self, wish: ReuseRequest, ids: Ids, lora: Adapter | None) -> list[bool]:
-        """Whether each chunk's KV is in some tier."""
-        identity = self._identity.with_lora(lora)
-        names = identity.names(ids[: wish.preamble], wish.tenant)
+        """Whether each chunk's KV is in some tier, the heads of all ranks."""
         keys = []
-        for part in wish.parts():
-            if part.is_chunk:
-                name = names.exact_key if wish.stands_in_front(part) else names.key
-                keys.append(name(ids[part.start : part.end]))
-        peeks = self._store.peek(keys)
-        return [
+        for rank in self._ranks:
+            names = rank.with_lora(lora).names(ids[: wish.preamble], wish.tenant)
+            for part in wish.parts():
+                if part.is_chunk:
+                    name = names.exact_key if wish.stands_in_front(part) else names.key
+                    keys.append(name(ids[part.start : part.end]))
+        found = [
             key in self._made or peek.residency is not Residency.ABSENT
-            for key, peek in zip(keys, peeks, strict=True)
+            for key, peek in zip(keys, self._store.peek(keys), strict=True)
         ]
+        num_chunks = len(wish.chunks)
+        return [all(found[chunk::num_chunks]) for chunk in range(num_chunks)]
 
     def _count_rows(
         self, request: ServedRequest, wish: ReuseRequest, missing: Sequence[Part], num_tokens: int
