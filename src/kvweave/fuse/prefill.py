@@ -157,8 +157,8 @@ class StoredPrompt:
         self._waited_s += time.perf_counter() - started_s
 
     def arrive_on_all_ranks(self, decoder: FusionDecoder) -> None:
-        """Wait likewise where ranks share the heads out, and lose what any of them has lost: they
-        make one pass together, over the same rows."""
+        """Wait for the same on every rank of a decoder, and lose here what any of them has lost:
+        they make one pass together, over the same rows."""
         self.arrive()
         missing = _missing(self._num_layers, self._lease, self._transfer)
         is_lost = torch.tensor([float(key in missing) for key in self._wanted])

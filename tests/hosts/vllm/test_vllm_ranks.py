@@ -1,5 +1,6 @@
 """Two tensor-parallel ranks inside a real vLLM: what one of them cannot see, both agree about."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,23 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
         assert first.told["missing"] == len(later.chunks)
         made = ask_until(vllm, later, lambda reply: reply.told["missing"] == 0, ratio=0.15)
         assert made.told["way"] == "fused", f"{made.told}\n{vllm.tail()}"
+        # beside each other, and beside requests that are not fused, each gets what it gets alone
+        jobs = [(each, wish_of(each, ratio=0.3)) for each in (prompt, later)]
+        jobs = [*jobs, (prompt, None), (later, None)]
+        alone = [
+            vllm.ask(p.token_ids, w, 8, cache_salt=f"alone {i}") for i, (p, w) in enumerate(jobs)
+        ]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            asked = [
+                pool.submit(vllm.ask, p.token_ids, w, 8, cache_salt=f"together {i}")
+                for i, (p, w) in enumerate(jobs)
+            ]
+            together = [each.result() for each in asked]
+        for one, other in zip(alone, together, strict=True):
+            assert one.told.get("way") == other.told.get("way")
+            assert apart(one.top, other.top) < SAME
+    with running_vllm(tmp_path / "vllm", model, None, *flags) as vllm:
+        found = vllm.ask(later.token_ids, wish_of(later, ratio=0.15))
+        assert (found.told["missing"], found.told["way"]) == (0, "fused")
+        assert set(found.told["loaded_bytes"]) == {"disk"}
+        assert apart(found.top, made.top) < SAME
