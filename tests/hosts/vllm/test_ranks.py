@@ -165,16 +165,16 @@ def test_what_one_rank_lacks_all_encode_again(two: Side) -> None:
     assert told(reports)[0] == told(reports)[1]
 
 
-def test_chunks_are_made_in_idle_steps_by_all_at_once(two: Side) -> None:
+def test_chunks_are_made_in_turns_by_all_at_once(two: Side) -> None:
     wanted = StepOrders(encode=[EncodeOrder(7, IDS[:8], "", FRONT, BEHIND)])
     two.fill(wanted)
     assert not any(two.rest(StepOrders())), "vLLM is busy"
-    reports = two.rest(StepOrders(is_idle=True))
+    reports = two.rest(StepOrders(has_turn=True))
     assert [report.settled for report in reports] == [{7}, {7}]
     assert [len(report.made) for report in reports] == [3, 3]
     fused = two.fill(StepOrders([order(encoded=False)]))
     assert "lost" not in fused[0].fused["a"]
-    assert not any(two.rest(StepOrders(is_idle=True))), "nothing is left to do"
+    assert not any(two.rest(StepOrders(has_turn=True))), "nothing is left to do"
 
 
 def test_a_rank_that_fails_in_a_pass_ends_it(two: Side, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Which requests are fused, what vLLM is told of them, and what is ordered from the worker."""
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -443,6 +444,37 @@ def test_a_chunk_is_stored_once_every_rank_has_its_heads_of_it(
     assert missing() == 0
     half_of_two.note_report(StepReport(lost=keys(1)[1:2]))
     assert missing() == 1
+
+
+def test_ranks_have_turns_of_a_chunk_in_idle_steps_and_for_a_share_of_the_time(
+    half_of_two: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    def has_turn(*, is_idle: bool = False) -> bool:
+        return half_of_two.take_orders([], is_idle).has_turn
+
+    assert not has_turn(), "nothing is owed"
+    ids = (*PREAMBLE, *[i + 2 for i in IDS[8:128]], *QUESTION)
+    half_of_two.plan_request(MadeRequest("a", ids, wish()))
+    half_of_two.forget_request("a")
+    orders = half_of_two.take_orders([], False)
+    assert [len(each.in_front + each.behind) for each in orders.encode] == [1] * 4
+    assert orders.has_turn
+    now_s[0] += 2.0
+    assert not has_turn(), "the ranks are at it"
+    assert has_turn(is_idle=True)
+    first, second, *rest = (each.number for each in orders.encode)
+    half_of_two.note_report(StepReport(settled={first}))
+    now_s[0] += 17.9
+    assert not has_turn(), "nine times as long passes as it took"
+    now_s[0] += 0.2
+    assert has_turn()
+    half_of_two.note_report(StepReport(settled={second, *rest}))
+    now_s[0] += 1e6
+    assert not has_turn()
+    assert has_turn(is_idle=True)
 
 
 def test_a_selector_of_another_package_is_not_asked_by_ranks(

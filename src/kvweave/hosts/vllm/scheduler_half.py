@@ -15,6 +15,8 @@ engine. Looking into the store may wait for a tier, at most `locate_deadline_s`
 
 import hashlib
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from kvweave.errors import KVWeaveError
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import Strategy
 from kvweave.hosts.vllm.auto_reuse import AutoReuse, PermittedReuse
+from kvweave.hosts.vllm.chunk_maker import BUSY_SHARE
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.lora import Adapter, AdapterNames
 from kvweave.hosts.vllm.orders import (
@@ -129,6 +132,8 @@ class SchedulerHalf:
         self._orders = StepOrders()
         self._owed: dict[int, list[ChunkKey]] = {}  # encode orders that are not settled
         self._next_order = 0
+        self._turn_s = 0.0  # when ranks last had a turn in a busy step
+        self._next_turn_s = 0.0  # when they may have another; infinite while they are at it
         self._counts: Counter[str] = Counter()  # since they were last taken
         self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
         self._adapters = AdapterNames()
@@ -210,6 +215,10 @@ class SchedulerHalf:
         step's forward pass writes: what another request writes cannot be read before it."""
         orders, self._orders = self._orders, StepOrders()
         orders.is_idle = is_idle
+        now_s = time.monotonic()
+        orders.has_turn = is_idle or (bool(self._owed) and now_s >= self._next_turn_s)
+        if orders.has_turn and not is_idle:
+            self._turn_s, self._next_turn_s = now_s, math.inf
         if orders.fuse:
             written: dict[int, set[str]] = {}
             for request_id, block_ids in writes:
@@ -231,6 +240,9 @@ class SchedulerHalf:
                     self._counts[f"state {state}"] += tokens
         for number in report.settled:
             self._owed.pop(number, None)
+            if self._next_turn_s == math.inf:
+                now_s = time.monotonic()
+                self._next_turn_s = now_s + (now_s - self._turn_s) * (1 / BUSY_SHARE - 1)
         self._made.update(dict.fromkeys(report.made))
         for key in report.lost:  # evicted since, or never saved: looked for again, and made again
             self._made.pop(key, None)
@@ -373,18 +385,21 @@ class SchedulerHalf:
         """Have what was missing encoded, unless that is ordered already."""
         names = self._identity.with_lora(plan.lora).names(plan.preamble_ids, plan.tenant)
         ordered = {key for keys in self._owed.values() for key in keys}
-        todo: list[tuple[Ids, ...]] = []
-        keys: list[ChunkKey] = []
-        for chunks, name in zip(plan.owed, (names.exact_key, names.key), strict=True):
-            named = {name(ids): ids for ids in chunks}
-            fresh = {key: ids for key, ids in named.items() if key not in ordered}
-            todo.append(tuple(fresh.values()))
-            keys += fresh
-        if keys:
+        fresh = [
+            (is_behind, ids, key)
+            for is_behind, name in enumerate((names.exact_key, names.key))
+            for key, ids in {name(ids): ids for ids in plan.owed[is_behind]}.items()
+            if key not in ordered
+        ]
+        # what ranks make in a turn is not cut into layers: they have a turn for each chunk
+        runs = [fresh] if len(self._ranks) == 1 else [[each] for each in fresh]
+        for run in filter(None, runs):
             self._next_order += 1
             number = self._next_order
-            self._owed[number] = keys
-            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1], plan.lora)
+            self._owed[number] = [key for *_, key in run]
+            in_front = tuple(ids for is_behind, ids, _ in run if not is_behind)
+            behind = tuple(ids for is_behind, ids, _ in run if is_behind)
+            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, in_front, behind, plan.lora)
             self._orders.encode.append(order)
 
     @staticmethod

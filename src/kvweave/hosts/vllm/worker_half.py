@@ -105,7 +105,7 @@ class WorkerHalf:
         """After the forward pass, or in a step without one: a turn for the maker."""
         if self._is_alone:
             self._turns.give(is_idle=orders.is_idle)
-        elif orders.is_idle:
+        elif orders.has_turn:
             self._maker.work_off_next()
 
     def take_report(self) -> StepReport:
