@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -430,8 +431,8 @@ class ChunkEncoder:
         self.store.confirm(by_key)  # removed elsewhere, and ingested again
         peeks = self.store.peek(list(by_key))
         is_absent = torch.tensor([float(peek.residency is Residency.ABSENT) for peek in peeks])
-        counted = zip(by_key.values(), self.decoder.sum_over_ranks(is_absent), strict=True)
-        absent = [chunk for chunk, num_ranks in counted if num_ranks]
+        absent_on = self.decoder.sum_over_ranks(is_absent).tolist()
+        absent = compress(by_key.values(), absent_on)
         return sorted(absent, key=lambda chunk: -len(chunk.token_ids))
 
 
