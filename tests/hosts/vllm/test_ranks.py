@@ -8,12 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
 from kvweave.hosts.vllm.kv_blocks import KVBlocks
-from kvweave.hosts.vllm.orders import EncodeOrder, FuseOrder, StepOrders, StepReport
+from kvweave.hosts.vllm.orders import (
+    EncodeOrder,
+    ForgetOrder,
+    FuseOrder,
+    StepOrders,
+    StepReport,
+)
 from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.hosts.vllm.worker_half import WorkerHalf
+from kvweave.kv.format.keys import ChunkKey
+from kvweave.kv.lookup import Residency
 from kvweave.kv.store import KVStore
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
 from kvweave.model.load import load_decoder
@@ -175,6 +184,18 @@ def test_chunks_are_made_in_turns_by_all_at_once(two: Side) -> None:
     fused = two.fill(StepOrders([order(encoded=False)]))
     assert "lost" not in fused[0].fused["a"]
     assert not any(two.rest(StepOrders(has_turn=True))), "nothing is left to do"
+
+
+def test_a_chunk_that_is_no_more_while_it_waits_does_not_stay(two: Side) -> None:
+    gone = make_chunk_id(BEHIND[0])
+    two.fill(StepOrders(encode=[EncodeOrder(7, IDS[:8], "", (), BEHIND)]))
+    two.fill(StepOrders(forget=[ForgetOrder((gone,), 8)]))
+    assert two.rest(StepOrders(has_turn=True))[0].settled == {7}
+    reports = two.rest(StepOrders(has_turn=True))
+    assert [report.settled for report in reports] == [{8}, {8}]
+    stored = [rank.store.peek([ChunkKey(rank.key(ids)) for ids in BEHIND]) for rank in two.ranks]
+    there = [[peek.residency is not Residency.ABSENT for peek in peeks] for peeks in stored]
+    assert there == [[False, True]] * 2
 
 
 def test_a_rank_that_fails_in_a_pass_ends_it(two: Side, monkeypatch: pytest.MonkeyPatch) -> None:

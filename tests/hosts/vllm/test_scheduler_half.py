@@ -475,6 +475,12 @@ def test_ranks_have_turns_of_a_chunk_in_idle_steps_and_for_a_share_of_the_time(
     now_s[0] += 1e6
     assert not has_turn()
     assert has_turn(is_idle=True)
+    half_of_two.plan_request(MadeRequest("b", [1], {"forget": [make_chunk_id(CHUNKS[1])]}))
+    orders = half_of_two.take_orders([], False)
+    assert orders.has_turn, "it is done once more behind what waits to be encoded"
+    half_of_two.note_report(StepReport(settled={orders.forget[0].number}))
+    now_s[0] += 1e6
+    assert not has_turn()
 
 
 def test_a_selector_of_another_package_is_not_asked_by_ranks(

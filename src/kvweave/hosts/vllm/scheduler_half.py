@@ -341,7 +341,12 @@ class SchedulerHalf:
     def _forget(self, chunk_ids: tuple[str, ...]) -> None:
         """Forget chunks that are no more. The worker deletes them with this step, before any
         reply."""
-        self._orders.forget.append(ForgetOrder(chunk_ids))
+        number = 0
+        if len(self._ranks) > 1:  # turns go on until it was carried out behind all chunks as well
+            self._next_order += 1
+            number = self._next_order
+            self._owed[number] = []
+        self._orders.forget.append(ForgetOrder(chunk_ids, number))
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
