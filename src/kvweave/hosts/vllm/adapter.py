@@ -82,7 +82,7 @@ class VllmDecoder:
         return made.float()
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        if self._ranks is None:
+        if self._ranks is None or not x.numel():  # of nothing vLLM's CPU build divides by zero
             return x
         # gathered, and added up in one order everywhere: ranks decide by it
         shares: Tensor = self._ranks.all_gather(x.to(self.device)[None], dim=0)
