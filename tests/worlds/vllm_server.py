@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +23,10 @@ from worlds.servers import free_port
 REPO = Path(__file__).resolve().parents[2]
 START_S = 1500.0  # a compiled model takes minutes on a busy machine
 STOP_S = 60.0
+MADE_S = 300.0  # chunk KV is made in idle time
 TOP = 200  # logprobs that are compared
 CONTEXT = 4096
+RANKS = "--tensor-parallel-size"  # which divide the cores among them
 
 
 def vllm_python() -> Path:
@@ -63,6 +65,7 @@ class VllmServer:
         other, and on a busy machine that is faster than two. `port` None is a free one; `python`
         None that of our own environment."""
         folder.mkdir(parents=True, exist_ok=True)
+        num_ranks = int(args[args.index(RANKS) + 1]) if RANKS in args else 1
         self.log = folder / "vllm.log"
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -82,7 +85,7 @@ class VllmServer:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=_environment(folder, cores or usable_cores()[-1:]),
+                env=_environment(folder, cores or usable_cores()[-num_ranks:], num_ranks),
                 cwd=folder,
                 start_new_session=True,
             )
@@ -165,6 +168,18 @@ class VllmServer:
         raise StartFailed(f"not healthy after {START_S:.0f} s\n{self.tail()}")
 
 
+def ask_until(
+    vllm: VllmServer, prompt: Prompt, is_right: Callable[[Reply], bool], **wish: Any
+) -> Reply:
+    """Ask until chunk KV that is made in idle time is there."""
+    until_s = time.monotonic() + MADE_S
+    while True:
+        reply = vllm.ask(prompt.token_ids, wish_of(prompt, **wish), cache_salt=str(time.time()))
+        if is_right(reply) or time.monotonic() > until_s:
+            return reply
+        time.sleep(0.5)
+
+
 class StartFailed(Exception):
     """vLLM did not start; its log."""
 
@@ -189,14 +204,17 @@ def usable_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def _environment(folder: Path, cores: Sequence[int]) -> dict[str, str]:
+def _environment(folder: Path, cores: Sequence[int], num_ranks: int) -> dict[str, str]:
+    names = list(map(str, cores))
+    share = max(1, len(names) // num_ranks)
+    bind = "|".join(",".join(names[i * share :][:share]) for i in range(num_ranks))
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KVWEAVE_", "VLLM_"))}
     return {
         **kept,
         "PYTHONPATH": str(REPO / "src"),
         "KVWEAVE_HOME": str(folder / "home"),
-        "OMP_NUM_THREADS": str(len(cores)),
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "OMP_NUM_THREADS": str(share),
+        "VLLM_CPU_OMP_THREADS_BIND": bind,
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, order_fusion
@@ -154,6 +155,17 @@ class StoredPrompt:
         for layer in range(self._num_layers):
             self._transfer.wait_layer(layer)
         self._waited_s += time.perf_counter() - started_s
+
+    def arrive_on_all_ranks(self, decoder: FusionDecoder) -> None:
+        """Wait for the same on every rank of a decoder, and lose here what any of them has lost:
+        they make one pass together, over the same rows."""
+        self.arrive()
+        missing = _missing(self._num_layers, self._lease, self._transfer)
+        is_lost = torch.tensor([float(key in missing) for key in self._wanted])
+        lost_by = decoder.sum_over_ranks(is_lost).tolist()
+        for key, num_ranks in zip(self._wanted, lost_by, strict=True):
+            if num_ranks and key not in missing:
+                self._transfer.lost[key] = Reason.ABSENT
 
     def close(self) -> None:
         """Give the lease back. Harmless the second time."""

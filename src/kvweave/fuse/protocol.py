@@ -93,6 +93,11 @@ class FusionDecoder(Protocol):
         """Next-token logits [R, V] of hidden states behind the last layer."""
         ...
 
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """What `x` comes to over all heads, where ranks share them out; `x` where this one has them
+        all. Equal on all ranks, which ask for the same sums in the same order."""
+        ...
+
     @property
     def can_record(self) -> bool:
         """Whether its work can be recorded as CUDA graphs: on a GPU, with no step that looks at its

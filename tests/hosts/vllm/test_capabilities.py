@@ -39,6 +39,13 @@ def test_a_kv_cache_of_another_dtype_is_refused_by_name(cache_dtype: str) -> Non
         refuse(config_complaints(config(cache_dtype)))
 
 
+def test_ranks_that_share_heads_are_taken_and_adapters_with_them_refused() -> None:
+    parallel = SimpleNamespace(tensor_parallel_size=2)
+    assert config_complaints(config(parallel_config=parallel)) == []
+    with pytest.raises(ConfigError, match="--enable-lora with tensor_parallel_size"):
+        refuse(config_complaints(config(parallel_config=parallel, lora_config=object())))
+
+
 def test_weights_that_bring_an_fp8_cache_along_are_refused_by_name() -> None:
     def layers(*kept: torch.dtype) -> list[Any]:
         return [SimpleNamespace(attn=SimpleNamespace(kv_cache_torch_dtype=each)) for each in kept]
@@ -49,9 +56,9 @@ def test_weights_that_bring_an_fp8_cache_along_are_refused_by_name() -> None:
 
 
 def test_all_complaints_stand_in_one_line() -> None:
-    parallel = SimpleNamespace(tensor_parallel_size=4)
+    parallel = SimpleNamespace(tensor_parallel_size=4, pipeline_parallel_size=2)
     speculative = SimpleNamespace(method="eagle")
     every = config("fp8", parallel_config=parallel, speculative_config=speculative)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 4.*fp8.*draft") as found:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 2.*fp8.*draft") as found:
         refuse(config_complaints(every))
     assert "\n" not in str(found.value)

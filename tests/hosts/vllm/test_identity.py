@@ -47,3 +47,23 @@ def test_packed_weights_have_names_of_their_own(plain: Path, packed: Path) -> No
 def test_kvweaves_own_decoder_still_refuses_them(packed: Path) -> None:
     with pytest.raises(KVWeaveError, match="quantised with 'gptq'"):
         load_decoder(packed, device="cpu", dtype="float32")
+
+
+def test_a_rank_has_a_share_of_the_heads_and_names_of_its_own(plain: Path) -> None:
+    whole = identity_of(plain, None)
+    assert whole.of_rank(0, 1) is whole
+    ranks = [whole.of_rank(rank, 4) for rank in range(4)]
+    assert {(r.spec.num_heads, r.spec.num_kv_heads) for r in ranks} == {(1, 1)}, "2 KV heads, twice"
+    pair = [whole.of_rank(rank, 2) for rank in range(2)]
+    assert len({each.context.model for each in (whole, *pair, *ranks)}) == 7
+    assert {each.weights for each in (whole, *ranks)} == {whole.weights}, "tables are of all heads"
+
+
+def test_the_way_to_tables_is_a_command_where_kvweave_can_load_the_weights(
+    plain: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVWEAVE_HOME", str(tmp_path / "with space"))
+    command = identity_of(plain, None).calibration
+    assert command.startswith(f"KVWEAVE_HOME='{tmp_path}/with space' kvweave calibrate ")
+    assert f"--model {plain} --dtype float32 --encodings isolated" in command
+    assert "name a strategy" in identity_of(packed, "auto_gptq").calibration

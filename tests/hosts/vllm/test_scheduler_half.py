@@ -1,6 +1,7 @@
 """Which requests are fused, what vLLM is told of them, and what is ordered from the worker."""
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvweave.config import StoreSettings
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.preparation import Preparation
+from kvweave.fuse.selectors import strategies
 from kvweave.hosts.vllm.auto_reuse import AutoReuse, AutoVerdict, PermittedReuse
 from kvweave.hosts.vllm.chunk_maker import as_chunks
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
@@ -87,14 +89,20 @@ def half(identity: ModelIdentity, encoder: ChunkEncoder) -> Iterator[SchedulerHa
 
 
 def open_half(
-    identity: ModelIdentity, encoder: ChunkEncoder, **settings: Any
+    identity: ModelIdentity, encoder: ChunkEncoder, num_ranks: int = 1, **settings: Any
 ) -> Iterator[SchedulerHalf]:
     disk = next(slot.tier for slot in encoder.store.inventory.below)
     tiers = (HostTierConfig(1 << 20, pinned=False), DiskTierConfig(Path(disk.place), fsync=False))
     of = HostSettings(StoreSettings(), identity.preparation, **settings)
-    made = SchedulerHalf(of, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK)
+    made = SchedulerHalf(of, identity, KVStore(StoreConfig(tiers=tiers)), BLOCK, num_ranks)
     yield made
     made.close()
+
+
+@pytest.fixture
+def half_of_two(identity: ModelIdentity, encoder: ChunkEncoder) -> Iterator[SchedulerHalf]:
+    """Of two tensor-parallel ranks."""
+    yield from open_half(identity, encoder, 2, reuse="weave")
 
 
 @pytest.fixture
@@ -408,3 +416,94 @@ def test_what_cannot_be_forgotten_is_named(
     assert told is not None
     assert told["kvweave"]["way"] == "refused"
     assert words in told["kvweave"]["why"]
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_chunk_is_stored_once_every_rank_has_its_heads_of_it(
+    half_of_two: SchedulerHalf, identity: ModelIdentity
+) -> None:
+    """What was stored with all heads is none of theirs."""
+
+    def missing() -> int:
+        half_of_two.plan_request(MadeRequest("a", IDS, wish()))
+        told = half_of_two.forget_request("a")
+        assert told is not None
+        return int(told["kvweave"]["missing"])
+
+    def keys(rank: int) -> list[bytes]:
+        names = identity.of_rank(rank, 2).names(PREAMBLE, "")
+        behind = [names.key(IDS[start:end]) for start, end in SPANS[1:]]
+        return [names.exact_key(CHUNKS[0]), *behind]
+
+    assert missing() == 4
+    half_of_two.note_report(StepReport(made=keys(0)))
+    assert missing() == 4
+    half_of_two.note_report(StepReport(made=keys(1)[:3]))
+    assert missing() == 1
+    half_of_two.note_report(StepReport(made=keys(1)[3:]))
+    assert missing() == 0
+    half_of_two.note_report(StepReport(lost=keys(1)[1:2]))
+    assert missing() == 1
+
+
+def test_ranks_have_turns_of_a_chunk_in_idle_steps_and_for_a_share_of_the_time(
+    half_of_two: SchedulerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+
+    def has_turn(*, is_idle: bool = False) -> bool:
+        return half_of_two.take_orders([], is_idle).has_turn
+
+    assert not has_turn(), "nothing is owed"
+    ids = (*PREAMBLE, *[i + 2 for i in IDS[8:128]], *QUESTION)
+    half_of_two.plan_request(MadeRequest("a", ids, wish()))
+    half_of_two.forget_request("a")
+    orders = half_of_two.take_orders([], False)
+    assert [len(each.in_front + each.behind) for each in orders.encode] == [1] * 4
+    assert orders.has_turn
+    now_s[0] += 2.0
+    assert not has_turn(), "the ranks are at it"
+    assert has_turn(is_idle=True)
+    first, second, *rest = (each.number for each in orders.encode)
+    half_of_two.note_report(StepReport(settled={first}))
+    now_s[0] += 17.9
+    assert not has_turn(), "nine times as long passes as it took"
+    now_s[0] += 0.2
+    assert has_turn()
+    half_of_two.note_report(StepReport(settled={second, *rest}))
+    now_s[0] += 1e6
+    assert not has_turn()
+    assert has_turn(is_idle=True)
+    half_of_two.plan_request(MadeRequest("b", [1], {"forget": [make_chunk_id(CHUNKS[1])]}))
+    orders = half_of_two.take_orders([], False)
+    assert orders.has_turn, "it is done once more behind what waits to be encoded"
+    half_of_two.note_report(StepReport(settled={orders.forget[0].number}))
+    now_s[0] += 1e6
+    assert not has_turn()
+
+
+def test_a_selector_of_another_package_is_not_asked_by_ranks(
+    half: SchedulerHalf,
+    half_of_two: SchedulerHalf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would choose by the heads it has."""
+    (tmp_path / "theirs-1.0.dist-info").mkdir()
+    entry = "[kvweave.selectors]\nlast-rows = last_rows:make_selector\n"
+    (tmp_path / "theirs-1.0.dist-info/entry_points.txt").write_text(entry)
+    example = Path(__file__).resolve().parents[3] / "examples/selector/last_rows.py"
+    (tmp_path / "last_rows.py").write_text(
+        f"{example.read_text()}\n\nmake = lambda _: LastRows()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    strategies._find_installed.cache_clear()
+    try:
+        for each, is_refused in ((half, False), (half_of_two, True)):
+            each.plan_request(MadeRequest("a", IDS, wish(reuse="last-rows", ratio=0.2)))
+            told = each.forget_request("a")
+            assert told is not None
+            assert ("heads of one rank" in told["kvweave"].get("why", "")) is is_refused
+    finally:
+        strategies._find_installed.cache_clear()

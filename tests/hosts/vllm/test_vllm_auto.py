@@ -1,13 +1,20 @@
 """The gate inside a real vLLM: what calibration lets through is fused, all else is exact."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from kvweave.calibrate.profiles import find_profile, save_profile
+from kvweave.demo import PASSAGES
 from kvweave.fuse.encode.preparation import Preparation
 from kvweave.hosts.vllm.auto_reuse import AutoReuse
 from kvweave.hosts.vllm.identity import ModelIdentity, ServedModel, identify
@@ -15,13 +22,15 @@ from kvweave.hosts.vllm.reuse_request import ReuseRequest
 from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer
-from worlds.vllm_server import VllmServer, apart, running_vllm, valley_prompt, wish_of
+from worlds.tiny_models import make_chat_model_folder
+from worlds.vllm_server import CONTEXT, VllmServer, apart, running_vllm, valley_prompt, wish_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 AUTO = {"reuse": "auto"}
 QUESTIONS = ("Who keeps the bees?", "Which bridge is the oldest?", "When does the market open?")
 ORDER = (3, 5, 0, 2, 9, 1)
+KVWEAVE = shlex.quote(str(Path(sys.executable).with_name("kvweave")))
 SAME = 2e-3  # of logprobs: see test_vllm_fusion.py
 
 
@@ -43,6 +52,31 @@ def permitted(identity: ModelIdentity, prompt: Prompt) -> dict[str, float]:
     wish = ReuseRequest(len(prompt.preamble), spans, "auto", 0.0, bound=0.02)
     found = AutoReuse(identity).judge(wish, tuple(prompt.token_ids)).permitted
     return {each.wish.reuse: each.wish.ratio for each in found}
+
+
+def make_forgiving_model(root: Path) -> Path:
+    """A random model that hardly listens to its attention, so that fusing costs next to nothing."""
+    folder = make_chat_model_folder(root, head_dim=32, max_position_embeddings=CONTEXT)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    quieter = {name: x * (0.01 if "o_proj" in name else 1.0) for name, x in weights.items()}
+    save_file(quieter, path, metadata={"format": "pt"})
+    return folder
+
+
+def write_valley_records(path: Path, num_questions: int) -> Path:
+    """Records for `--qa`, each of two passages of the demo."""
+    texts = [each.read_text(encoding="utf-8") for each in sorted(PASSAGES.glob("*.md"))]
+    lines = [
+        {
+            "question": f"{QUESTIONS[i % 3]} ({i})",
+            "answers": [],
+            "passages": [{"title": "", "text": texts[(i + j) % len(texts)]} for j in range(2)],
+        }
+        for i in range(num_questions)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
 
 
 def reason_count(vllm: VllmServer, why: str) -> float:
@@ -128,4 +162,23 @@ def test_what_was_never_calibrated_is_exact_and_says_so_once(
             assert apart(reply.top, cold.top) < SAME
         assert reason_count(vllm, Reason.NO_PROFILE) == 2
         assert vllm.log.read_text().count("reuse auto computes every prompt exactly") == 1
-        assert "kvweave calibrate" in vllm.log.read_text()
+
+
+def test_the_command_that_the_log_names_makes_the_tables_that_let_it_fuse(tmp_path: Path) -> None:
+    """Refused, the very line of the log run by a shell, fused."""
+    folder = make_forgiving_model(tmp_path)
+    prompt = valley_prompt(Tokenizer(folder), QUESTIONS[0], (3, 5))
+    wish = wish_of(prompt, missing="encode")
+    with running_vllm(tmp_path, folder, AUTO) as vllm:
+        refused = vllm.ask(prompt.token_ids, wish)
+        assert (refused.told["way"], refused.told["why"]) == ("exact", Reason.NO_PROFILE)
+        (command,) = re.findall("To make tables: (.*)", vllm.log.read_text())
+    records = write_valley_records(tmp_path / "qa.jsonl", num_questions=20)
+    command = command.replace("FILE", str(records)).replace("kvweave ", f"{KVWEAVE} ", 1)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # small products: threads wait for each other
+    subprocess.run(["sh", "-c", command], check=True, timeout=1200, env=alone)
+    with running_vllm(tmp_path, folder, AUTO) as vllm:
+        assert "reuse auto goes by the calibration of weights" in vllm.log.read_text()
+        allowed = vllm.ask(prompt.token_ids, wish)
+        assert allowed.told["way"] == "fused", f"{allowed.told}\n{vllm.tail()}"
+        assert allowed.told["reused"] > 0

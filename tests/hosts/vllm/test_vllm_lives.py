@@ -1,19 +1,16 @@
 """Lives of a vLLM with kvweave: restarts, replicas, damage, little memory, compiled models."""
 
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from kvweave.text.prompt import Prompt
 from kvweave.text.tokenizer import Tokenizer
 from worlds.vllm_server import (
-    Reply,
     StartFailed,
     VllmServer,
     apart,
+    ask_until,
     running_vllm,
     valley_prompt,
     wish_of,
@@ -22,19 +19,6 @@ from worlds.vllm_server import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3600)]
 
 SAME = 2e-3  # of logprobs: see test_vllm_fusion.py
-WAIT_S = 300.0
-
-
-def ask_until(
-    vllm: VllmServer, prompt: Prompt, is_right: Callable[[Reply], bool], **wish: object
-) -> Reply:
-    """Ask until chunk KV that is made in idle time is there."""
-    until_s = time.monotonic() + WAIT_S
-    while True:
-        reply = vllm.ask(prompt.token_ids, wish_of(prompt, **wish), cache_salt=str(time.time()))
-        if is_right(reply) or time.monotonic() > until_s:
-            return reply
-        time.sleep(0.5)
 
 
 def test_chunks_are_made_in_idle_time_and_outlive_a_restart(

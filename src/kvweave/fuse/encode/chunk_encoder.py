@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -424,15 +425,14 @@ class ChunkEncoder:
     def absent(
         self, chunks: Sequence[Chunk], key_of: Callable[[Sequence[int]], ChunkKey]
     ) -> list[Chunk]:
-        """Chunks without KV, each once, longest first so that a pass holds chunks of a length."""
+        """Chunks without KV on some rank, each once, longest first so that a pass holds chunks of a
+        length."""
         by_key = {key_of(chunk.token_ids): chunk for chunk in chunks if chunk.token_ids}
         self.store.confirm(by_key)  # removed elsewhere, and ingested again
         peeks = self.store.peek(list(by_key))
-        absent = [
-            chunk
-            for chunk, peek in zip(by_key.values(), peeks, strict=True)
-            if peek.residency is Residency.ABSENT
-        ]
+        is_absent = torch.tensor([float(peek.residency is Residency.ABSENT) for peek in peeks])
+        absent_on = self.decoder.sum_over_ranks(is_absent).tolist()
+        absent = compress(by_key.values(), absent_on)
         return sorted(absent, key=lambda chunk: -len(chunk.token_ids))
 
 

@@ -67,7 +67,7 @@ class _DeviationChoice:
             return None
         wanted = min(len(self._hits), max(1, int(self._count * self._checks[look.layer])))
         rows = rows_of(look.positions, self._hits)
-        scores = deviation(look, rows, self._signal)
+        scores = self._scene.decoder.sum_over_ranks(deviation(look, rows, self._signal))
         self._scene.note(scores, self._hits)
         self._hits = top_positions(scores, self._hits, wanted)
         return self._hits
@@ -129,6 +129,8 @@ class _WeightedChoice:
             return None
         assert self._mass is not None, "layer 0 comes first"
         moved = deviation(look, rows_of(look.positions, hits), "v")
-        scores = moved * self._mass[hits.to(moved.device)]
+        mass = self._mass[hits.to(moved.device)]
+        moved, mass = self._scene.decoder.sum_over_ranks(torch.stack([moved, mass]))
+        scores = moved * mass
         self._scene.note(scores)
         return top_positions(scores, hits, self._count)

@@ -100,7 +100,7 @@ class QueryAttention:
         parts = [
             self._columns(scene, layers[i : i + some], probed) for i in range(0, len(layers), some)
         ]
-        return scores_of_hits(scene, torch.cat(parts))
+        return scene.decoder.sum_over_ranks(scores_of_hits(scene, torch.cat(parts)))
 
     def _view(self, scene: Scene) -> ContextView:
         if self.view == "question":

@@ -9,5 +9,6 @@
                  ◄──────── reports ─────────────────────────┘
 
 Both halves make their names for chunk KV from the model's folder (identity), so that what kvweave
-itself has encoded for the same weights is found here, and the other way round. See docs/vllm.md.
+itself has encoded for the same weights is found here, and the other way round. Tensor-parallel
+ranks are as many worker processes, each with names for its own heads. See docs/vllm.md.
 """

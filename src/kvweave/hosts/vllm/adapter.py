@@ -29,12 +29,16 @@ class VllmDecoder:
 
     can_record = False  # recordings belong to vLLM here
 
-    def __init__(self, model: Any, spec: ModelSpec, lora: Adapter | None = None) -> None:
+    def __init__(
+        self, model: Any, spec: ModelSpec, lora: Adapter | None = None, ranks: Any = None
+    ) -> None:
         """`model` is the outer module, with the head; it was found fit by capabilities.py. `lora`
-        is computed with, which must be loaded then."""
+        is computed with, which must be loaded then. `ranks` is vLLM's group of those that share
+        the heads out, of which `spec` has one rank's; None: all are here."""
         self.spec = spec
         self._model = model
         self._lora = lora
+        self._ranks = ranks
         self._layers = list(model.model.layers)
         norm = model.model.norm.weight
         self.device: torch.device = norm.device
@@ -76,6 +80,13 @@ class VllmDecoder:
         processor, head = base_of(model.logits_processor), base_of(model.lm_head)
         made: Tensor = processor(head, self._norm(h, model.model.norm))
         return made.float()
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        if self._ranks is None or not x.numel():  # of nothing vLLM's CPU build divides by zero
+            return x
+        # gathered, and added up in one order everywhere: ranks decide by it
+        shares: Tensor = self._ranks.all_gather(x.to(self.device)[None], dim=0)
+        return shares.sum(0).to(x.device)
 
     def recording(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -68,7 +68,8 @@ class AutoReuse:
         name, dtype = self._identity.weights[:12], self._identity.context.dtype
         of = f"weights {name}, {dtype}, chunks behind {self._identity.encoding_context}"
         if self._doubt is not None:
-            log.warning("reuse auto computes every prompt exactly: %s (%s)", self._doubt, of)
+            words = "reuse auto computes every prompt exactly: %s (%s). To make tables: %s"
+            log.warning(words, self._doubt, of, self._identity.calibration)
         else:
             log.info("reuse auto goes by the calibration of %s", of)
 

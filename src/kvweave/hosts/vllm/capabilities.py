@@ -17,7 +17,6 @@ from kvweave.model.spec import ModelSpec
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 PARALLEL = (
-    "tensor_parallel_size",
     "pipeline_parallel_size",
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
@@ -37,8 +36,12 @@ def config_complaints(config: Any) -> list[str]:
     parallel, model = config.parallel_config, config.model_config
     sizes = {name: getattr(parallel, name, 1) for name in PARALLEL}
     found = [
-        f"{name} is {size}, and one worker selects" for name, size in sizes.items() if size > 1
+        f"{name} is {size}, and every worker fuses all layers of all tokens"
+        for name, size in sizes.items()
+        if size > 1
     ]
+    if parallel.tensor_parallel_size > 1 and config.lora_config is not None:
+        found.append("--enable-lora with tensor_parallel_size: what adapters add is not summed")
     kept = str(config.cache_config.cache_dtype)
     if kept not in ("auto", str(model.dtype).removeprefix("torch.")):
         found.append(

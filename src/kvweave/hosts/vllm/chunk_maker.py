@@ -83,21 +83,33 @@ def encode_order(encoder: ChunkEncoder, names: ChunkNames, order: EncodeOrder) -
 
 
 class ChunkMaker:
-    """Works off orders on a thread of its own, one after the other. `put`, `take_settled` from the
-    worker's."""
+    """Works off orders on a thread of its own, one after the other. All else from the worker's
+    thread, which works them off itself where ranks have to do so together."""
 
-    def __init__(self, make: Callable[[EncodeOrder | ForgetOrder], list[ChunkKey]]) -> None:
+    def __init__(
+        self,
+        make: Callable[[EncodeOrder | ForgetOrder], list[ChunkKey]],
+        *,
+        has_thread: bool = True,
+    ) -> None:
         """`make` does what one order says, on the maker's thread; what it raises is logged."""
         self._make = make
+        self._has_thread = has_thread
         self._orders: queue.SimpleQueue[EncodeOrder | ForgetOrder | None] = queue.SimpleQueue()
         self._settled: queue.SimpleQueue[tuple[int, list[ChunkKey]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def put(self, order: EncodeOrder | ForgetOrder) -> None:
-        if self._thread is None:
+        if self._thread is None and self._has_thread:
             self._thread = threading.Thread(target=self._run, name="kvweave-maker", daemon=True)
             self._thread.start()
         self._orders.put(order)
+
+    def work_off_next(self) -> None:
+        """Work off an order at once, if one waits and there is no thread for it. Raises what that
+        raises: other ranks wait for this one then, and cannot go on without it."""
+        if not self._has_thread and not self._orders.empty() and (order := self._orders.get()):
+            self._settled.put((order.number, self._make(order)))
 
     def take_settled(self) -> tuple[set[int], list[ChunkKey]]:
         """Orders that are done with, and the keys of what was saved for them."""

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import ForwardContext
 
 from kvweave.app.library.store_tiers import check_store
@@ -90,7 +91,8 @@ class KvweaveConnector(KVConnectorBase_V1):
             self._kv_transfer_config.kv_load_failure_policy = "recompute"
         hashed = getattr(self._config.cache_config, "hash_block_size", None) or self._block_tokens
         store = KVStore(self._settings.store_config(is_look=True))
-        self._scheduler = SchedulerHalf(self._settings, self._identity, store, hashed)
+        num_ranks = self._config.parallel_config.tensor_parallel_size
+        self._scheduler = SchedulerHalf(self._settings, self._identity, store, hashed, num_ranks)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         self._half.look_at_cache(
@@ -179,14 +181,17 @@ class KvweaveConnector(KVConnectorBase_V1):
                 "vLLM's model was not found: install kvweave where vLLM is, and let VLLM_PLUGINS, "
                 "if it is set, name kvweave"
             )
-        refuse(model_complaints(model, self._identity.spec))
+        ranks = get_tp_group()
+        identity = self._identity.of_rank(ranks.rank_in_group, ranks.world_size)
+        spec = identity.spec
+        refuse(model_complaints(model, spec))
         caches = [kv_caches[name] for name in names]
         writers = [BackendWriter(each) for each in attention]
-        spec = self._identity.spec
         blocks = KVBlocks(caches, writers, self._block_tokens, spec.head_dim)
         store = KVStore(self._settings.store_config())
-        decoder_with = partial(VllmDecoder, model, spec)  # an adapter
-        self._worker = WorkerHalf(decoder_with(), blocks, store, self._identity, decoder_with)
+        group = ranks if ranks.world_size > 1 else None
+        decoder_with = partial(VllmDecoder, model, spec, ranks=group)  # an adapter
+        self._worker = WorkerHalf(decoder_with(), blocks, store, identity, decoder_with)
         tiers = ", ".join(slot.name for slot in store.inventory.slots)
         log.info(
             "kvweave fuses in %s: chunk KV %s behind %s in %s; blocks are %s",

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,10 @@ from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.model.decoder import revision_of
 from kvweave.model.files.tensor_files import TensorFiles
 from kvweave.model.spec import ModelSpec, read_spec
+from kvweave.paths import home
 from kvweave.text.tokenizer import Tokenizer
+
+TO_MEASURE = "weave,weave-deep,weave-through"  # what needs nothing that vLLM does not make
 
 
 class ServedModel(NamedTuple):
@@ -43,19 +47,49 @@ class ModelIdentity:
     preparation: Preparation
     texts: Texts
     weights: str  # fingerprint: a profile is of these
+    loadable: Path | None  # its folder; None: packed weights, which kvweave itself cannot load
+    num_ranks: int = 1  # that share the heads out: the spec is that of one
 
     @property
     def encoding_context(self) -> str:
         """What chunks are computed behind, as keys and calibration tables name it."""
         return variant_name(self.preparation.variant, self.texts.filler)
 
+    @property
+    def calibration(self) -> str:
+        """The way to tables for this very chunk KV, for whoever runs vLLM: it has paths."""
+        if self.loadable is None:
+            return "kvweave cannot load packed weights: name a strategy, which no bound holds for"
+        flags = f"--model {quote(str(self.loadable.absolute()))} --dtype {self.context.dtype}"
+        flags = (
+            f"{flags} --encodings {self.preparation.variant} --strategies {TO_MEASURE} --qa FILE"
+        )
+        return f"KVWEAVE_HOME={quote(str(home().absolute()))} kvweave calibrate {flags}"
+
     def with_lora(self, lora: Adapter | None) -> "ModelIdentity":
         """Names these weights with an adapter on: another model to whoever looks for chunk KV."""
         if lora is None:
             return self
-        name = f"{self.context.model}|lora {lora.digest}"
+        return replace(self, context=self._context_of(f"lora {lora.digest}"))
+
+    def of_rank(self, rank: int, num_ranks: int) -> "ModelIdentity":
+        """Names the heads that one of some tensor-parallel ranks has, cut as vLLM cuts them: where
+        there are fewer KV heads than ranks, neighbours have the same one."""
+        if num_ranks == 1:
+            return self
+        spec = replace(
+            self.spec,
+            num_heads=self.spec.num_heads // num_ranks,
+            num_kv_heads=max(1, self.spec.num_kv_heads // num_ranks),
+        )
+        context = self._context_of(f"rank {rank} of {num_ranks}")
+        return replace(self, spec=spec, context=context, num_ranks=num_ranks)
+
+    def _context_of(self, part: str) -> KeyContext:
+        """Names a variation of these weights, or a part of them: another model to a store."""
+        name = f"{self.context.model}|{part}"
         model = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-        return replace(self, context=replace(self.context, model=model))
+        return replace(self.context, model=model)
 
     def names(self, preamble_ids: tuple[int, ...], tenant: str) -> "ChunkNames":
         context = replace(self.context, preamble_ids=preamble_ids, tenant_salt=tenant)
@@ -99,7 +133,7 @@ def identify(served: ServedModel, preparation: Preparation, codec: str) -> Model
         rope=repr(spec.rope),
     )
     texts = Texts.for_preparation(tokenizer, preparation)
-    return ModelIdentity(spec, context, preparation, texts, weights)
+    return ModelIdentity(spec, context, preparation, texts, weights, None if packed else folder)
 
 
 def _packing(folder: Path) -> str:

@@ -48,6 +48,7 @@ class StepOrders:
     encode: list[EncodeOrder] = field(default_factory=list)
     forget: list[ForgetOrder] = field(default_factory=list)
     is_idle: bool = False  # nothing is computed in this step
+    has_turn: bool = False  # ranks, which have to do so at once, make a chunk in this step
 
 
 @dataclass(slots=True)

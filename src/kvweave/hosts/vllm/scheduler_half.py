@@ -15,6 +15,8 @@ engine. Looking into the store may wait for a tier, at most `locate_deadline_s`
 
 import hashlib
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from kvweave.errors import KVWeaveError
 from kvweave.fuse.request import State
 from kvweave.fuse.strategy import Strategy
 from kvweave.hosts.vllm.auto_reuse import AutoReuse, PermittedReuse
+from kvweave.hosts.vllm.chunk_maker import BUSY_SHARE
 from kvweave.hosts.vllm.identity import ModelIdentity
 from kvweave.hosts.vllm.lora import Adapter, AdapterNames
 from kvweave.hosts.vllm.orders import (
@@ -110,11 +113,17 @@ class SchedulerHalf:
     """Decides which requests are fused, in vLLM's scheduler."""
 
     def __init__(
-        self, settings: HostSettings, identity: ModelIdentity, store: KVStore, block_tokens: int
+        self,
+        settings: HostSettings,
+        identity: ModelIdentity,
+        store: KVStore,
+        block_tokens: int,
+        num_ranks: int = 1,
     ) -> None:
-        """`block_tokens` are hashed together."""
+        """`block_tokens` are hashed together. `num_ranks` share the heads of `identity` out."""
         self._settings = settings
         self._identity = identity
+        self._ranks = [identity.of_rank(rank, num_ranks) for rank in range(num_ranks)]
         self._store = store
         self._block_tokens = block_tokens
         self._is_cached: Callable[[Any], bool] = lambda _hash: False
@@ -123,6 +132,8 @@ class SchedulerHalf:
         self._orders = StepOrders()
         self._owed: dict[int, list[ChunkKey]] = {}  # encode orders that are not settled
         self._next_order = 0
+        self._turn_s = 0.0  # when ranks last had a turn in a busy step
+        self._next_turn_s = 0.0  # when they may have another; infinite while they are at it
         self._counts: Counter[str] = Counter()  # since they were last taken
         self._made: dict[bytes, None] = {}  # what the worker saved: host memory is not seen here
         self._adapters = AdapterNames()
@@ -204,6 +215,10 @@ class SchedulerHalf:
         step's forward pass writes: what another request writes cannot be read before it."""
         orders, self._orders = self._orders, StepOrders()
         orders.is_idle = is_idle
+        now_s = time.monotonic()
+        orders.has_turn = is_idle or (bool(self._owed) and now_s >= self._next_turn_s)
+        if orders.has_turn and not is_idle:
+            self._turn_s, self._next_turn_s = now_s, math.inf
         if orders.fuse:
             written: dict[int, set[str]] = {}
             for request_id, block_ids in writes:
@@ -225,6 +240,9 @@ class SchedulerHalf:
                     self._counts[f"state {state}"] += tokens
         for number in report.settled:
             self._owed.pop(number, None)
+            if self._next_turn_s == math.inf:
+                now_s = time.monotonic()
+                self._next_turn_s = now_s + (now_s - self._turn_s) * (1 / BUSY_SHARE - 1)
         self._made.update(dict.fromkeys(report.made))
         for key in report.lost:  # evicted since, or never saved: looked for again, and made again
             self._made.pop(key, None)
@@ -276,7 +294,11 @@ class SchedulerHalf:
         rows = self._count_rows(request, wish, missing, len(ids))
         if wish.reuse == AUTO:
             return self._plan_freely(plan, wish, ids, rows)
-        if wish.strategy(num_layers).reuses != "all":
+        strategy = wish.strategy(num_layers)
+        chooser = type(strategy.selector).__module__
+        if len(self._ranks) > 1 and strategy.selector and not chooser.startswith("kvweave."):
+            return replace(plan, way="refused", why=f"{wish.reuse} may choose by heads of one rank")
+        if strategy.reuses != "all":
             plan.reason, plan.why = Reason.FUSES_NOTHING, f"{Reason.FUSES_NOTHING}: {wish.reuse}"
             return plan
         return self._plan_cheapest(plan, [PermittedReuse(wish, 0.0)], ids, rows)
@@ -319,24 +341,30 @@ class SchedulerHalf:
     def _forget(self, chunk_ids: tuple[str, ...]) -> None:
         """Forget chunks that are no more. The worker deletes them with this step, before any
         reply."""
-        self._orders.forget.append(ForgetOrder(chunk_ids))
+        number = 0
+        if len(self._ranks) > 1:  # turns go on until it was carried out behind all chunks as well
+            self._next_order += 1
+            number = self._next_order
+            self._owed[number] = []
+        self._orders.forget.append(ForgetOrder(chunk_ids, number))
         tags = {make_tag(each) for each in chunk_ids}
         self._made = {key: None for key in self._made if tag_of(ChunkKey(key)) not in tags}
 
     def _find_stored(self, wish: ReuseRequest, ids: Ids, lora: Adapter | None) -> list[bool]:
-        """Whether each chunk's KV is in some tier."""
-        identity = self._identity.with_lora(lora)
-        names = identity.names(ids[: wish.preamble], wish.tenant)
+        """Whether each chunk's KV is in some tier, the heads of all ranks."""
         keys = []
-        for part in wish.parts():
-            if part.is_chunk:
-                name = names.exact_key if wish.stands_in_front(part) else names.key
-                keys.append(name(ids[part.start : part.end]))
-        peeks = self._store.peek(keys)
-        return [
+        for rank in self._ranks:
+            names = rank.with_lora(lora).names(ids[: wish.preamble], wish.tenant)
+            for part in wish.parts():
+                if part.is_chunk:
+                    name = names.exact_key if wish.stands_in_front(part) else names.key
+                    keys.append(name(ids[part.start : part.end]))
+        found = [
             key in self._made or peek.residency is not Residency.ABSENT
-            for key, peek in zip(keys, peeks, strict=True)
+            for key, peek in zip(keys, self._store.peek(keys), strict=True)
         ]
+        num_chunks = len(wish.chunks)
+        return [all(found[chunk::num_chunks]) for chunk in range(num_chunks)]
 
     def _count_rows(
         self, request: ServedRequest, wish: ReuseRequest, missing: Sequence[Part], num_tokens: int
@@ -362,18 +390,21 @@ class SchedulerHalf:
         """Have what was missing encoded, unless that is ordered already."""
         names = self._identity.with_lora(plan.lora).names(plan.preamble_ids, plan.tenant)
         ordered = {key for keys in self._owed.values() for key in keys}
-        todo: list[tuple[Ids, ...]] = []
-        keys: list[ChunkKey] = []
-        for chunks, name in zip(plan.owed, (names.exact_key, names.key), strict=True):
-            named = {name(ids): ids for ids in chunks}
-            fresh = {key: ids for key, ids in named.items() if key not in ordered}
-            todo.append(tuple(fresh.values()))
-            keys += fresh
-        if keys:
+        fresh = [
+            (is_behind, ids, key)
+            for is_behind, name in enumerate((names.exact_key, names.key))
+            for key, ids in {name(ids): ids for ids in plan.owed[is_behind]}.items()
+            if key not in ordered
+        ]
+        # what ranks make in a turn is not cut into layers: they have a turn for each chunk
+        runs = [fresh] if len(self._ranks) == 1 else [[each] for each in fresh]
+        for run in filter(None, runs):
             self._next_order += 1
             number = self._next_order
-            self._owed[number] = keys
-            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, todo[0], todo[1], plan.lora)
+            self._owed[number] = [key for *_, key in run]
+            in_front = tuple(ids for is_behind, ids, _ in run if not is_behind)
+            behind = tuple(ids for is_behind, ids, _ in run if is_behind)
+            order = EncodeOrder(number, plan.preamble_ids, plan.tenant, in_front, behind, plan.lora)
             self._orders.encode.append(order)
 
     @staticmethod

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
+from kvweave.fuse.encode.chunk_encoder import ChunkEncoder, run_at_once
 from kvweave.fuse.prefill import NEVER, PromptFrame, StoredPrompt
 from kvweave.fuse.protocol import FusionDecoder, Prefix
 from kvweave.fuse.record import ChunkRecord, FuseRecord
@@ -43,6 +43,10 @@ EncoderKey = tuple[tuple[int, ...], str, Adapter | None]  # preamble, tenant
 KEPT_ENCODERS = 8  # preambles whose KV, with the filler's behind it, stays in memory
 
 
+class UnfilledFront(Exception):
+    """A request begins with blocks of one that was left to vLLM, on every rank."""
+
+
 class WorkerHalf:
     """Fills blocks of fused requests and encodes chunks, in the worker. Close it."""
 
@@ -62,7 +66,8 @@ class WorkerHalf:
         self._store = store
         self._identity = identity
         self._turns = Turns()
-        self._maker = ChunkMaker(self._work_off)
+        self._is_alone = identity.num_ranks == 1  # else ranks compute together, in steps alone
+        self._maker = ChunkMaker(self._work_off, has_thread=self._is_alone)
         self._encoders: OrderedDict[EncoderKey, ChunkEncoder] = OrderedDict()
         self._encoders_lock = threading.Lock()  # the maker's thread asks for them too
         self._buffer: SequenceKV | None = None
@@ -81,7 +86,9 @@ class WorkerHalf:
             started_s = time.perf_counter()
             try:
                 record = self._fuse(order)
-            except Exception:  # whatever it was: vLLM computes what was not filled
+            except Exception as error:  # whatever it was: vLLM computes what was not filled
+                if not (self._is_alone or isinstance(error, UnfilledFront)):
+                    raise  # other ranks are waiting for this one in the middle of a pass
                 log.exception("request %s could not be fused; it is computed", order.request_id)
                 self._store.metrics.count("vllm_fuse_failures_total")
                 self._leave(order, {"way": "failed"})
@@ -96,7 +103,10 @@ class WorkerHalf:
 
     def rest(self, orders: StepOrders) -> None:
         """After the forward pass, or in a step without one: a turn for the maker."""
-        self._turns.give(is_idle=orders.is_idle)
+        if self._is_alone:
+            self._turns.give(is_idle=orders.is_idle)
+        elif orders.has_turn:
+            self._maker.work_off_next()
 
     def take_report(self) -> StepReport:
         settled, made = self._maker.take_settled()
@@ -130,7 +140,7 @@ class WorkerHalf:
         """Fill the blocks of a request. None: its first token was a close call, and they are to be
         computed."""
         if not self._failed_blocks.isdisjoint(order.block_ids[: self._num_had(order)]):
-            raise RuntimeError("it begins with blocks that were not filled in this step")
+            raise UnfilledFront("it begins with blocks that were not filled in this step")
         ids, wish, spec = order.token_ids, order.wish, self._identity.spec
         names = self._names(ids[: wish.preamble], wish.tenant, order.lora)
         encoder = self._encoder(ids[: wish.preamble], wish.tenant, order.lora)
@@ -153,6 +163,8 @@ class WorkerHalf:
         strategy = wish.strategy(spec.num_layers)
         kv = self._room(len(ids))
         with StoredPrompt(spec.num_layers, chunks, self._store, strategy, computed) as stored:
+            if not self._is_alone:
+                stored.arrive_on_all_ranks(encoder.decoder)
             ordered = stored.order(encoder.decoder, frame, OwnRoom(kv), wish.ratio)
             self._write(order, kv)  # a GPU gets there behind the pass, which is waited for once
             made = ordered.finish()
@@ -229,7 +241,7 @@ class WorkerHalf:
                 self._names(preamble_ids, tenant, lora).context,
                 identity.preparation,
                 identity.texts,
-                run_alone=self._turns.run,
+                run_alone=self._turns.run if self._is_alone else run_at_once,
             )
             self._encoders[key] = made
             while len(self._encoders) > KEPT_ENCODERS:
