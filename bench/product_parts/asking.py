@@ -19,6 +19,7 @@ class Reply(NamedTuple):
     text: str
     prompt_tokens: int
     explain: Event | None = None  # kvweave's own record, where it was asked for
+    answer_tokens: int = 0
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -29,6 +30,11 @@ class Reply(NamedTuple):
         counts = self.explain["tokens"]
         fused = counts["reused"] + counts["recomputed"]
         return {"exact": counts["exact"], "fused": fused, "computed": counts["computed"]}
+
+    @property
+    def decoded_per_s(self) -> float:
+        """Tokens behind the first one, a second."""
+        return (self.answer_tokens - 1) / max(1e-9, self.total_ms - self.ttft_ms) * 1e3
 
 
 class Refused(Exception):
@@ -87,7 +93,8 @@ def _stream(
         raise Refused(500, "the stream broke off")
     ttft_s = (ended_s if first_s is None else first_s) - began_s  # an answer may be empty
     total_ms = (ended_s - began_s) * 1e3
-    return Reply(ttft_s * 1e3, total_ms, "".join(texts), usage["prompt_tokens"], explain)
+    counts = usage["prompt_tokens"], explain, usage.get("completion_tokens", 0)
+    return Reply(ttft_s * 1e3, total_ms, "".join(texts), *counts)
 
 
 def _chat_text(event: Event) -> str:

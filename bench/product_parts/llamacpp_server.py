@@ -18,6 +18,12 @@ params = xllamacpp.CommonParams()
 params.model.path, params.port = sys.argv[1], int(sys.argv[2])
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
 params.n_ctx, params.n_parallel = int(sys.argv[4]), 1
+if int(sys.argv[5]):
+    kinds = xllamacpp.common_speculative_type
+    params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    params.speculative.draft.n_max = int(sys.argv[5])
+    params.speculative.ngram_simple.size_m = int(sys.argv[5])
+    params.speculative.ngram_simple.size_n = int(sys.argv[6])
 server = xllamacpp.Server(params)
 threading.Event().wait()
 """
@@ -33,11 +39,14 @@ def find_llamacpp(venv: Path, model: str) -> tuple[Path | None, str]:
     return python, ""
 
 
-def start_llamacpp(python: Path, model: str, folder: Path) -> RunningServer:
-    """Its OpenAI server, once it is healthy."""
+def start_llamacpp(
+    python: Path, model: str, folder: Path, copies: int = 0, match: int = 0
+) -> RunningServer:
+    """Its OpenAI server, once it is healthy. It drafts up to `copies` tokens behind a `match` of so
+    many; 0: none."""
     port, threads = free_port(), len(os.sched_getaffinity(0))
     command = [str(python), "-c", SERVE, str(locate(model) / "model.gguf")]
-    command += [str(port), str(threads), str(CONTEXT)]
+    command += list(map(str, (port, threads, CONTEXT, copies, match)))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = ServerProcess("llama.cpp", command, env, folder / "llamacpp.log", folder)
     server = RunningServer(process, f"http://127.0.0.1:{port}")

@@ -5,6 +5,7 @@ float32 as kvweave does on a CPU. A request with a salt of its own finds nothing
 vLLM's cold prefill.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +32,11 @@ def find_vllm(venv: Path) -> tuple[Path | None, str]:
     return python, ""
 
 
-def start_vllm(python: Path, model: str, folder: Path) -> RunningServer:
-    """The OpenAI server of vLLM, once it is healthy: minutes, since it compiles."""
+def start_vllm(
+    python: Path, model: str, folder: Path, copies: int = 0, match: int = 0
+) -> RunningServer:
+    """The OpenAI server of vLLM, once it is healthy: minutes, since it compiles. It drafts `copies`
+    tokens behind a match of up to `match`; 0: none."""
     threads = len(os.sched_getaffinity(0))
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
@@ -49,6 +53,9 @@ def start_vllm(python: Path, model: str, folder: Path) -> RunningServer:
     command += ["--model", str(locate(model)), "--served-model-name", model]
     command += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--enable-prefix-caching"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
+    if copies:
+        drafts = {"method": "ngram", "num_speculative_tokens": copies, "prompt_lookup_max": match}
+        command += ["--speculative-config", json.dumps(drafts)]
     process = ServerProcess("vllm", command, env, folder / "vllm.log", folder)
     server = RunningServer(process, f"http://127.0.0.1:{port}")
     wait_for_health(server, START_S)

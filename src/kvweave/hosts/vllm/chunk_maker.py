@@ -24,7 +24,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 BUSY_SHARE = 0.1  # of the time, while vLLM computes
-IDLE_WAIT_S = 0.02  # an idle step waits so long for something to compute
+IDLE_WAIT_S = 0.005  # an idle step waits so long for something to compute, and a request for it
 
 
 class Turns:
