@@ -75,7 +75,7 @@ def main() -> None:
     if args.child:
         run_child(args)
         return
-    result = {**result_header("vllm_gpu", "cuda" if args.device == "cuda" else "cpu")}
+    result = {**result_header("vllm", "cuda" if args.device == "cuda" else "cpu")}
     result["config"] = {
         "shape": args.shape, "sizes": args.sizes, "count": args.count, "bound": args.bound,
         "window_s": args.window, "eager": args.eager, "real": args.real,

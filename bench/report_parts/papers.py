@@ -394,7 +394,7 @@ RAGCACHE = (
     Claim(
         "Fig. 19",
         "Mixtral and a 70B model on two GPUs: 1.4 to 2.1 times",
-        "one GPU, and no tensor parallelism",
+        "one GPU was to be had, and experts are not fused inside vLLM",
         NONE,
         "not had here",
     ),

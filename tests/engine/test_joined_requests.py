@@ -9,8 +9,10 @@ import pytest
 from torch import Tensor
 
 from kvweave.engine import fused_prompts
+from kvweave.engine.drafts import AnswerDrafts, Drafts
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import EngineRequest, LoadCost, Ticket
+from kvweave.engine.sequence import EngineSequence
 from kvweave.fuse.record import JOINED, STREAMED
 from kvweave.model.decoder import Decoder
 from kvweave.model.rows import Rows
@@ -312,3 +314,43 @@ def test_slices_behind_an_exact_front_are_answered_as_one_pass(
                 assert other.wait(30)
             at_rest(engine, world)
     assert answers[JOINED] == answers[STREAMED]
+
+
+def test_an_answer_that_lost_its_pages_drafts_nothing_while_its_prompt_is_woven_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slices have rows of the prompt: none of them is the last token of the answer."""
+
+    def draft_all(_: Drafts, answers: Sequence[AnswerDrafts], __: int) -> None:
+        for each in answers:
+            if each.found is not None:
+                each.choose(len(each.found.token_ids))
+
+    monkeypatch.setattr(Drafts, "share_out", draft_all)
+    request = world.request(CHUNKS, "weave", 1.0)
+    request = replace(request, sampling=replace(request.sampling, max_tokens=100))
+    beside = plain(ids(random.Random(4), 20), max_tokens=400)
+    # 32 rows a step: of the prompt, the last slice has one
+    with Engine(world.decoder, replace(SMALL, step_rows=32, copy_tokens=7)) as engine:
+        other = engine.submit(beside)
+        next(other)
+        ticket = engine.submit(request)
+        lost: list[EngineSequence] = []
+
+        def take_pages() -> None:
+            for each in list(engine._scheduler.running):
+                drafts = each.drafts
+                is_answer = each.request.fused is not None and each.answered > 3
+                if is_answer and drafts is not None and len(drafts.token_ids):
+                    engine._scheduler._preempt(each, {})
+                    lost.append(each)
+
+        answered = []
+        for choice in ticket:
+            answered.append(choice.token_id)
+            if not lost:
+                engine.run_alone(take_pages)
+        other.cancel()
+        assert lost, "it had a draft at hand"
+        assert answered == world.alone(request)
+        at_rest(engine, world)

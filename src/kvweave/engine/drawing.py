@@ -66,7 +66,7 @@ class TokenDrawer:
 
     def share_out_drafts(self, sequences: Sequence[EngineSequence]) -> None:
         """Choose what those of a step draft that decode in the next one."""
-        decoding = [each for each in sequences if each.progress.needed == 1]
+        decoding = [each for each in sequences if each.progress.decodes]
         drafted = [(each, each.drafts) for each in decoding if each.drafts is not None]
         self._drafts.share_out([drafts for _, drafts in drafted], len(decoding))
         for each, drafts in drafted:

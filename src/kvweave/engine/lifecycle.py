@@ -129,7 +129,7 @@ class Lifecycle:
         logits, sequence.logits = sequence.logits, None
         self._scheduler.release(sequence)
         if logits is not None:
-            self.draw_tokens(sequence, logits[None], [None])
+            self.draw_first(sequence, logits, None)
 
     def finish_step(self, output: StepOutput) -> None:
         """Take in what a common step computed: rows, and logits of the requests that are through
@@ -137,9 +137,7 @@ class Lifecycle:
         all_rows = sum(result.slice.num_rows for result in output.results)
         before, self._first_times = self._first_times, num_first_times()
         is_usual = before == self._first_times  # else it took what no step will take again
-        if is_usual and all(
-            result.slice.sequence.progress.needed == 1 for result in output.results
-        ):
+        if is_usual and all(result.slice.sequence.progress.decodes for result in output.results):
             self._drafts.observe_step(all_rows, output.seconds)
         for result in output.results:
             self._finish_slice(result, output.seconds, all_rows)
@@ -170,6 +168,18 @@ class Lifecycle:
         num_taken = self._pages.offer(sequence)
         if sequence.request.fused is not None:
             self.counts.add("fused_offered", num_taken)
+
+    def draw_first(
+        self,
+        sequence: EngineSequence,
+        logits: Tensor,
+        likeliest: int | None,
+        lead: float | None = None,
+    ) -> None:
+        """Draw the first token of a prompt that no common step computed, from its logits [V]; what
+        it drafts is chosen for itself."""
+        self.draw_tokens(sequence, logits[None], [likeliest], lead)
+        self._drawer.share_out_drafts([sequence])
 
     def draw_tokens(
         self,

@@ -153,7 +153,7 @@ class OwnSteps:
             if first is not None and is_plainly_greedy([own]):
                 likeliest = first.token_id
             lead = None if first is None else first.lead
-            lifecycle.draw_tokens(own, prefilled.logits[None], [likeliest], lead)
+            lifecycle.draw_first(own, prefilled.logits, likeliest, lead)
         else:
             lifecycle.offer_to_tree(own)
 

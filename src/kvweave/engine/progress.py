@@ -75,6 +75,11 @@ class Progress:
         """Rows that it still has to compute."""
         return self.known - self.computed if self.sparse is None else self.sparse.left
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the row it needs is that of its last token: a draft may go behind it."""
+        return self.sparse is None and self.needed == 1
+
     def share(self, most: int) -> int:
         """Rows that the sequence gets in a step that has room for `most`."""
         return min(self.needed, most) if self.sparse is None else self.sparse.share(most)

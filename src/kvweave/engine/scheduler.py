@@ -354,7 +354,7 @@ class Scheduler(Generic[S]):
         """Rows for the draft of a sequence that decodes, in a step that has `left` rows. Where no
         page is free, as many as fit into those that it has."""
         progress = sequence.progress
-        rows = min(progress.drafted, left) if progress.needed == 1 else 0
+        rows = min(progress.drafted, left) if progress.decodes else 0
         if rows <= 0:
             return 0
         missing = self._missing_pages(sequence, 1 + rows)

@@ -30,7 +30,7 @@ STRATEGIES = (("reuse", 0.0), ("weave", 0.15), ("weave-through", 0.5), ("cachebl
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     """Ratio 1 is full prefill; less is what kvweave's own pass makes of all heads together."""
     model = make_chat_model_folder(
-        tmp_path, head_dim=32, num_hidden_layers=6, max_position_embeddings=CONTEXT
+        tmp_path, head_dim=32, num_hidden_layers=12, max_position_embeddings=CONTEXT
     )
     prompt = valley_prompt(Tokenizer(model), "Who keeps the bees?", ORDER)
     later = valley_prompt(Tokenizer(model), "Who keeps the bees?", (7, 8, 9, 1))

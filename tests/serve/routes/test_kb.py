@@ -52,7 +52,9 @@ def test_the_usual_order_of_a_knowledge_base_is_changed(kb_server: KbServer) -> 
     changed = httpx.patch(where, json={"order": "free"}).json()
     assert changed.get("order") == "free", changed
     assert httpx.get(where).json()["order"] == "free"
-    said = [ask(kb_server.url, kb="ordered", explain=True, **of) for of in ({}, {"order": "auto"})]
+    ways = ({}, {"order": "auto"}, {"reuse": "full"})
+    said = [ask(kb_server.url, kb="ordered", explain=True, **of) for of in ways]
+    assert said[2]["explain"]["order"] == "as_found: all is computed"
     assert said[0]["explain"]["order"] == "free, says its knowledge base"
     assert said[1]["explain"]["order"] == "auto, says the question"
     assert httpx.patch(where, json={"order": "any"}).status_code == 400

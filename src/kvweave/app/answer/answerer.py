@@ -101,10 +101,16 @@ class Answerer(Generic[P, R]):
         return Asked(whole, called_s, turn, is_searched, is_usual, self._say_order(question, whole))
 
     def _say_order(self, question: Question, whole: Question) -> str:
-        """Whether chunks may move, and who says so."""
-        of_kb = None if self._kb is None else self._kb.settings.order
-        who = "its knowledge base" if of_kb == whole.order else "the configuration"
-        return f"{whole.permission}, says {who if question.order is None else 'the question'}"
+        """Whether chunks may move, and who says so; see `Question.fill_in`."""
+        if question.order is not None:
+            who = "the question"
+        elif whole.reuse == "full":
+            return f"{whole.permission}: all is computed"
+        elif self._kb is not None and self._kb.settings.order is not None:
+            who = "its knowledge base"
+        else:
+            who = "the configuration"
+        return f"{whole.permission}, says {who}"
 
     def _fill_in(self, question: Question) -> Question:
         """Fill in sampling, tenant, system prompt and options that a question leaves open."""

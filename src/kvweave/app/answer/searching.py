@@ -60,7 +60,7 @@ class Searcher:
         takes."""
         question, begun_s = asked.question, time.perf_counter()
         how, query = question.search, self._query(question)
-        if how.is_staged:
+        if how.is_staged and how.retrieval != "words":
             self._kb.load_index()  # once, and no part of what a search takes
         started_s = time.perf_counter()
         found = Found.from_hits(self._kb.search(query, question.num_chunks, how))
@@ -92,7 +92,8 @@ class Searcher:
         if mode == "off":
             return Reason.SPECULATION_OFF
         if not asked.question.search.is_staged:
-            return f"{Reason.NO_STAGES}: {asked.question.search.retrieval}"
+            how = asked.question.search
+            return f"{Reason.NO_STAGES}: {how.retrieval}{' with a filter' * bool(how.filter)}"
         if not self._target.may_guess(asked):
             return Reason.MADE_FIRST
         search_s = self._paces.search[asked.question.search.kind].search_s

@@ -105,7 +105,7 @@ def plan(laid: LaidOut[P], target: Target[P, R], uses: ChunkUses) -> Planned[P, 
         retrieved=found.chunks,
         left_out=len(words.left_out),
         not_guessed=found.not_guessed,
-        order=asked.order,
+        order=asked.order if found.chunks else None,
         events=list(found.events),
     )
     planned = target.plan(laid, notes)

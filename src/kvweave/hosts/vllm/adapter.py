@@ -85,7 +85,7 @@ class VllmDecoder:
         if self._ranks is None or not x.numel():  # of nothing vLLM's CPU build divides by zero
             return x
         # gathered, and added up in one order everywhere: ranks decide by it
-        shares: Tensor = self._ranks.all_gather(x.to(self.device)[None], dim=0)
+        shares: Tensor = self._ranks.all_gather(x.to(self.device).contiguous()[None], dim=0)
         return shares.sum(0).to(x.device)
 
     def recording(self) -> AbstractContextManager[None]:
