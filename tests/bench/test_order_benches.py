@@ -1,4 +1,4 @@
-"""bench/ordering.py, bench/quality/orders.py, bench/skew.py, bench/order_ttft.py: what they count."""
+"""The benches of orders and of skew: what they count."""
 
 import numpy as np
 import pytest
