@@ -362,7 +362,7 @@ RAGCACHE = (
         "if all were as likely, MMLU; NQ: {skew-cpu:all}; of those found: {skew-cpu:found}. "
         "1,024 questions over 9,728 passages, one embedder",
         "bench/skew.py",
-        "SKEW_VERDICT",
+        "equal, on MMLU, whichever index; a third of it is there by chance, among so few questions",
     ),
     Claim(
         "Fig. 7",
@@ -393,7 +393,7 @@ RAGCACHE = (
         "priced, no queue, 16 GiB of host memory, top 1 / 3 / 5, MMLU; NQ: {top_k-cpu:gain}; "
         "hit rate {top_k-cpu:hits}",
         "bench/top_k.py",
-        "TOPK_VERDICT",
+        "worse, without a queue, and with fewer hits: 3,000 requests, passages by words",
     ),
     Claim(
         "Fig. 19",
@@ -510,8 +510,8 @@ CRAFT = (
         "19 to 38 % of KV is not computed",
         "MMLU (10,000 requests) / NQ (5,025) / MTRAG (343), unbounded tree; 4 GiB: "
         "{ordering-cpu:avoided}; CRAFT's order there {ordering-cpu:craft}; MTRAG with nothing sent "
-        "twice {ordering-cpu:dedup}. Of the first 2,000 requests the most that any order can find / "
-        "aligned as found / found by ours / by frequencies known beforehand: {ordering-cpu:apart}; "
+        "twice {ordering-cpu:dedup}. Of the first 2,000 requests the most that any order can find; "
+        "aligned as found; found by ours; by frequencies known beforehand: {ordering-cpu:apart}; "
         "points lost to the order; to 4 GiB; to the window: {ordering-cpu:lost}. ContextPilot, "
         "ours beside it: {ordering-cpu:contextpilot}",
         "bench/ordering.py",

@@ -644,6 +644,8 @@ def test_plan_as_json_has_what_people_see(
     assert options["fused epic"]["reason"] == Reason.BOUND_NOT_MET
     assert sum(span["tokens"] for span in plan["spans"]) == options["full"]["rows"]
     assert [span["kind"] for span in plan["spans"]] == ["exact", *["computed"] * 6]
+    weave.kb.set_order("free")
+    assert json.loads(run("plan", QUESTION, "--kb", world.folder, "--json").out)["order"] == "free"
 
 
 def test_an_option_says_what_of_its_price_is_loading(world: World, weave: Weave) -> None:
