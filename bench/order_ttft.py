@@ -35,8 +35,7 @@ from rich.table import Table
 from common.files import read_jsonl
 from common.results import finish, result_header
 from common.word_lists import CORPUS, QUESTIONS, word_lists
-from kvweave import Weave
-from kvweave.app.weave import Answer
+from kvweave.app.weave import Answer, Weave
 from kvweave.config import LibrarySettings, ModelChoice, WeaveConfig
 from kvweave.engine.sampling import Sampling
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from common.files import read_jsonl
 from common.results import finish, result_header
-from kvweave import Weave
+from kvweave.app.weave import Weave
 from kvweave.engine.sampling import Sampling
 from kvweave.text.tokenizer import Tokenizer
 from quality.asked import SENTENCES_STYLE, SETS, WORDS_STYLE, Style

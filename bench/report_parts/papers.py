@@ -488,8 +488,8 @@ CRAFT = (
         "{orders-cpu:order_f1}; ROUGE-L {orders-cpu:order_rouge_l}; answers that stay the same, "
         "here / in Fig. 7 (questions): {orders-cpu:same}",
         "bench/quality/orders.py",
-        "mixed: no difference found among 12 questions, where the interval is wide; most answers are "
-        "not the same words",
+        "mixed: no difference found among 12 questions, where the interval is wide; most answers "
+        "are not the same words",
     ),
     Claim(
         "Fig. 6b",
