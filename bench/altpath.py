@@ -35,7 +35,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.admission import num_worth_keeping
 from common.counting_owner import CountingOwner
 from common.results import commit, cpu_device, finish
 from kvweave.app.library.corpus_kv import FRONT_SHARE
@@ -47,12 +46,13 @@ from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.kv.lookup import Peek, Residency
 from kvweave.kv.tree import ChunkRef, Extended, KnowledgeTree, Pages, TreeConfig
-from kvweave.plan.ordering import PROMOTION, AccessTable
+from kvweave.plan.ordering import PROMOTION, AccessTable, num_worth_keeping
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.types import Chunk, ChunkId
 
 KNOWN, SHARED = 0.6, 0.3  # the rest is unique
 CHUNK_TOKENS = 256
+MIN_USES = 2  # requests that bring a chunk before it enters the tree, as CRAFT has it
 PUBLISHED = {"storage_saved": 0.71, "recomputations_avoided": 0.823, "hit_rate": 0.779}
 
 
@@ -269,12 +269,12 @@ def product(
 
 def grow(tree: KnowledgeTree, order: list[ChunkRef], table: AccessTable) -> None:
     """A query was answered exactly: its path enters the tree as far as promotion goes."""
-    table.push([chunk.id for chunk in order])
     with tree.acquire(order, 20) as lease:
         matched = len(lease.nodes) - 1
-        for chunk in order[matched : num_worth_keeping(order, matched, table)]:
+        for chunk in order[matched : num_worth_keeping(order, matched, table, MIN_USES)]:
             if tree.extend(lease, chunk, Pages(1, None)) is not Extended.ADOPTED:
                 break
+    table.push([chunk.id for chunk in order])
 
 
 def main() -> None:

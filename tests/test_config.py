@@ -18,6 +18,7 @@ from kvweave.config import (
     Flag,
     LibrarySettings,
     ModelChoice,
+    PlannerSettings,
     QualitySettings,
     SamplingSettings,
     ServerSettings,
@@ -351,16 +352,18 @@ def test_the_keys_of_engine_speculation_and_sampling_are_fields_of_theirs() -> N
 
 def test_the_defaults_are_those_of_the_parts() -> None:
     from kvweave.app.answer.question import BOUND, TOP_K, Question
-    from kvweave.app.answer.settings import SpeculationConfig
+    from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
-    from kvweave.plan.ordering import PROMOTION
+    from kvweave.plan.ordering import PROMOTION, WINDOW
     from kvweave.serve.access.limits import Limits
 
     library, quality, server = LibrarySettings(), QualitySettings(), ServerSettings()
     assert (library.embedder, library.promotion, library.k) == (DEFAULT_EMBEDDER, PROMOTION, TOP_K)
     assert (quality.bound, quality.order) == (BOUND, Question("q").permission)
     assert SpeculationSettings().mode == SpeculationConfig().mode
+    assert PlannerSettings() == AnswerSettings().planner == LibrariesConfig().planner
+    assert PlannerSettings().window == WINDOW
     assert server.open_kbs == LibrariesConfig().open_most
     for name in ("running", "waiting", "body_bytes", "upload_bytes", "request_s"):
         assert getattr(server, name) == getattr(Limits(), name)

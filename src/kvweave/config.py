@@ -5,6 +5,7 @@
     ├── library       how knowledge bases are made and searched     LibrarySettings
     ├── store         how much chunk KV is kept, and how            StoreSettings
     ├── engine        how much is computed at once                  EngineSettings
+    ├── planner       how far back the planner looks                PlannerSettings
     ├── speculation   computing prompts before the search is over   SpeculationSettings
     ├── sampling      how answers are drawn                         SamplingSettings
     ├── quality       what reuse may cost                           QualitySettings
@@ -193,6 +194,15 @@ class EngineSettings(ConfigSection):
 
 
 @dataclass(frozen=True, slots=True)
+class PlannerSettings(ConfigSection):
+    """How far back the planner looks, and what a prompt in a free order leaves for the next."""
+
+    window: Count = 1000  # last requests whose chunks and paths count; fewer are noisy, all stale
+    # of them that brought a chunk before such a prompt leaves it in the knowledge tree; 1: at once
+    tree_uses: Count = 1
+
+
+@dataclass(frozen=True, slots=True)
 class SpeculationSettings(ConfigSection):
     """Whether prompts are computed before the search for their chunks is over."""
 
@@ -364,6 +374,7 @@ class WeaveConfig:
     library: LibrarySettings = field(default_factory=LibrarySettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     quality: QualitySettings = field(default_factory=QualitySettings)

@@ -241,14 +241,14 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     from kvweave.app.answer.question import QuestionDefaults
     from kvweave.app.libraries.libraries import LibrariesConfig, LibraryKey
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
-    from kvweave.config import load_config
+    from kvweave.config import PlannerSettings, load_config
     from kvweave.serve.access.limits import Limits
 
     (here / "kvweave.toml").write_text(
         "[server]\nrunning = 2\nwaiting = 0\nbody_bytes = '1MiB'\nupload_bytes = 5\n"
         "request_s = 7\nopen_kbs = 3\nkb_root = 'kbs'\n"
         "[store]\nhost_bytes = '1GiB'\n[library]\nembedder = 'e'\nencoding = 'isolated'\n"
-        "background_share = 0.25\nbackground_bytes = 9\n"
+        "background_share = 0.25\nbackground_bytes = 9\n[planner]\nwindow = 50\ntree_uses = 3\n"
     )
     config = load_config(env={}).config
     limits = Limits(running=2, waiting=0, body_bytes=1 << 20, upload_bytes=5, request_s=7.0)
@@ -259,7 +259,11 @@ def test_limits_and_places_of_the_server_are_the_files(here: Path) -> None:
     )
     usual = QuestionDefaults.from_config(config)
     places = LibrariesConfig(
-        Path("kbs"), folders, "e", kv, open_most=3, host_bytes=1 << 30, usual=usual
+        *(Path("kbs"), folders, "e", kv),
+        planner=PlannerSettings(50, 3),
+        open_most=3,
+        host_bytes=1 << 30,
+        usual=usual,
     )
     assert serve.make_places(config, ["a=x"]) == places
     assert serve.make_limits(WeaveConfig().server) == Limits()

@@ -98,6 +98,16 @@ def test_paths_that_part_are_shared_up_to_there(decoder: Decoder) -> None:
         at_rest(engine)
 
 
+def test_only_the_parts_that_are_to_be_kept_are_found_by_the_next(decoder: Decoder) -> None:
+    requests = [replace(request, num_kept=1) for request in four()]
+    kept = len(PREAMBLE) + len(A)
+    with Engine(decoder, SMALL) as engine:
+        tickets = together(engine, requests)
+        assert [list(ticket) for ticket in tickets] == [alone(decoder, r) for r in requests]
+        assert [exact(ticket) for ticket in tickets] == [0, kept, kept, kept]
+        at_rest(engine)
+
+
 def test_those_who_wait_hold_up_no_one_behind_them(decoder: Decoder) -> None:
     gated = CountingDecoder(decoder, permits=0)
     other = plain(question(9, 3), max_tokens=1)

@@ -17,6 +17,7 @@ from kvweave.plan.ordering import (
     OrderWorth,
     choose_order,
     frequency_order,
+    num_worth_keeping,
     tree_order,
 )
 from kvweave.types import ChunkId
@@ -49,6 +50,15 @@ def choose(world: World, chunks: list[ChunkRef], table: AccessTable | None = Non
         OrderRules(FREE),
         matching(world),
     )
+
+
+def test_a_run_of_chunks_that_came_often_is_worth_keeping() -> None:
+    table = make_table("ab", "a")
+    assert num_worth_keeping(refs("abc"), 0, table, 1) == 3
+    assert num_worth_keeping(refs("abc"), 0, table, 2) == 2, "with this request b came twice"
+    assert num_worth_keeping(refs("abc"), 0, table, 3) == 1
+    assert num_worth_keeping(refs("cab"), 0, table, 2) == 0, "behind one that is new, none"
+    assert num_worth_keeping(refs("cab"), 1, table, 2) == 3, "what is matched is there"
 
 
 def test_ties_are_broken_the_same_way_whatever_retrieval_said() -> None:

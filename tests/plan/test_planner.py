@@ -228,6 +228,21 @@ def test_a_free_order_may_use_a_stored_path_and_a_kept_one_may_not() -> None:
     assert (free.ordered_by, free.exact_tokens) == ("tree", 604)
 
 
+def test_a_free_order_leaves_in_the_tree_what_came_often_enough() -> None:
+    world = World(device_tokens=5000)
+    planner = replace(make_planner(world), tree_uses=2)
+    free = ask("a300", "b300", "c300", order=OrderPermission.FREE)
+    assert planner.plan(free).num_kept == 0, "none was seen before"
+    planner.record_answer(ask("a300", "c300"), planner.plan(ask("a300", "c300")))
+    plan = planner.plan(free)
+    assert [chunk.id for chunk in plan.order] == ["a300", "b300", "c300"]
+    assert plan.num_kept == 1, "behind one that is new, none"
+    world.ask("a300", "b300")
+    assert planner.plan(free).num_kept == 3, "what is there stays, and one behind it is known"
+    assert planner.plan(ask("a300", "b300")).num_kept is None, "as found: all"
+    assert make_planner(world).plan(free).num_kept is None, "by default: all"
+
+
 def test_the_chunks_stand_behind_the_history() -> None:
     planner = make_planner(stored=on_disk("b300", "c300"))
     past = tuple(refs(["a300", "h50"]))

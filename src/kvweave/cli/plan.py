@@ -45,11 +45,13 @@ def command(question: str, kb_folder: Path, as_json: bool, effective: EffectiveC
         raise RequestError("the question is empty; ask something")
     check_knowledge_base(kb_folder)
     allowed = effective.config.quality
+    typed = typed_options(effective)
     with open_weave(config=effective.config, kb=kb_folder) as weave:
-        plan = weave.plan(question, **typed_options(effective))
+        plan = weave.plan(question, **typed)
         if as_json:
             about = {"model": weave.model_name, "question": question}
-            told = {**about, "bound": allowed.bound, "order": allowed.order, **plan_document(plan)}
+            order = typed.get("order") or weave.kb.settings.order or allowed.order
+            told = {**about, "bound": allowed.bound, "order": order, **plan_document(plan)}
             click.echo(json.dumps(told, indent=2))
             return
     console = table_console()

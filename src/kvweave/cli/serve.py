@@ -259,6 +259,7 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         kv=replace(KVOptions.from_config(config), background=BackgroundKV.from_config(config)),
         speculation=SpeculationConfig(**given_values(config.speculation)),
         usual=QuestionDefaults.from_config(config),
+        planner=config.planner,
         audit=AuditConfig.from_config(config.quality),
         promotion=config.library.promotion,
         parsing=ParseLimits(

@@ -129,6 +129,8 @@ class PageManager:
             return False
         if leader.request.fused is not None or leader.offered >= len(path):
             return False
+        if leader.num_kept_parts < len(path):
+            return False
         if leader.path[: len(path)] != path:
             return False
         left = path[leader.offered :]
@@ -300,8 +302,8 @@ class PageManager:
         taken = 0
         if sequence.lease is None:
             return taken
-        num_exact = sequence.num_exact_parts
-        while sequence.offered < num_exact:
+        num_kept = sequence.num_kept_parts
+        while sequence.offered < num_kept:
             chunk = sequence.path[sequence.offered]
             start = sequence.lease.num_tokens
             if sequence.progress.computed < start + chunk.num_tokens:

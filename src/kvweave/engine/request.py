@@ -64,7 +64,8 @@ class EngineRequest:
     preamble ‖ chunk ‖ chunk ‖ … ‖ question
 
     `use_tree` takes what the knowledge tree has of preamble and chunks, and offers it what is
-    computed exactly of them; without it all is computed and nothing is kept. A prompt that is one
+    computed exactly of them, of the chunks the first `num_kept` (None: all); without it all is
+    computed and nothing is kept. A prompt that is one
     `question` is no other prompt's prefix: there is nothing to name it by.
 
     `background` is computed in idle time alone: while no other request has anything to compute, in
@@ -80,6 +81,7 @@ class EngineRequest:
     preamble: tuple[int, ...] = ()
     chunks: tuple[EngineChunk, ...] = ()
     use_tree: bool = False
+    num_kept: int | None = None
     fused: FusedPart | None = None
     namespace: str = ""  # tenants share exact KV only within one
     as_of: int | None = None  # when its chunks were found (see tombstones.py); None: as it begins

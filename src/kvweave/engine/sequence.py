@@ -61,10 +61,10 @@ class EngineSequence:
 
     @property
     def num_exact_parts(self) -> int:
-        """Parts of its path, from the front, whose KV is exact once it is computed: these alone may
-        enter the tree. Of a fused prompt, what came from there and chunks that are computed right
-        behind it: their rows see exact rows only, run through every layer and are not moved. The
-        store's bytes are none of them, wherever they stand: a codec rounded them."""
+        """Parts of its path, from the front, whose KV is exact once it is computed. Of a fused
+        prompt, what came from the tree and chunks that are computed right behind it: their rows see
+        exact rows only, run through every layer and are not moved. The store's bytes are none of
+        them, wherever they stand: a codec rounded them."""
         if self.request.fused is None:
             return len(self.path)
         if self.fuse_record is None:
@@ -74,6 +74,15 @@ class EngineSequence:
             self.fuse_record.chunks,
         )
         return bool(self.request.preamble) + sum(1 for _ in exact)
+
+    @property
+    def num_kept_parts(self) -> int:
+        """Parts of its path, from the front, that it leaves in the tree: exact ones alone, and of
+        its chunks those that the request wants kept."""
+        kept = self.request.num_kept
+        if kept is None:
+            return self.num_exact_parts
+        return min(self.num_exact_parts, bool(self.request.preamble) + kept)
 
     def num_exact_chunks(self, lease: TreeLease | None) -> int:
         """Chunks of its prompt that a lease on its path holds."""

@@ -16,6 +16,7 @@ from kvweave.kv.tree.node import ChunkRef
 from kvweave.plan.ordering import (
     MIN_GAIN_SHARE,
     MIN_GAIN_TOKENS,
+    WINDOW,
     AccessTable,
     OrderPermission,
     frequency_order,
@@ -32,10 +33,11 @@ class OrderedChunks(NamedTuple):
 class ChunkOrder:
     """Orders the chunks of one knowledge base. Any thread."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, window: int = WINDOW) -> None:
+        """`window`: requests whose chunks count."""
         self._fleet = fleet
         self._lock = threading.Lock()  # guards the table
-        self._table = AccessTable()
+        self._table = AccessTable(window)
 
     def choose(
         self,

@@ -97,7 +97,7 @@ class FleetTarget:
         self._fleet = upstreams.fleet
         self._settings = settings
         self._kb = kb
-        self._order = ChunkOrder(upstreams.fleet)
+        self._order = ChunkOrder(upstreams.fleet, settings.planner.window)
         self.tokenizer = upstreams.tokenizer
         self.max_context = upstreams.max_context
         self.sampling = upstreams.sampling

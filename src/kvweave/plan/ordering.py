@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvweave.config import LibrarySettings
+from kvweave.config import LibrarySettings, PlannerSettings
 from kvweave.errors import ConfigError
 from kvweave.kv.tree.node import ChunkRef, Node
 from kvweave.types import ChunkId
 
-WINDOW = 1000  # requests; fewer are noisy, all of them stale
+WINDOW = PlannerSettings().window  # requests that are counted, unless a user says otherwise
 PROMOTION = (
     LibrarySettings().promotion
 )  # uses in the window before a chunk that requests bring gets its KV stored
@@ -96,6 +96,17 @@ def frequency_order(
     free = sorted(chunks[stay:])  # by id
     free.sort(key=table.rank)
     return (*chunks[:stay], *free)
+
+
+def num_worth_keeping(
+    order: Sequence[ChunkRef], matched: int, table: AccessTable, uses: int
+) -> int:
+    """Return how many leading chunks of an order may be in the tree: the matched ones and, behind
+    them, a run of chunks that `uses` requests brought, this one among them. Ask before `push`."""
+    end = matched
+    while end < len(order) and table.count(order[end].id) + 1 >= uses:
+        end += 1
+    return end
 
 
 def tree_order(root: Node, chunks: Sequence[ChunkRef]) -> tuple[ChunkRef, ...]:

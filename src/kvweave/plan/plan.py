@@ -91,6 +91,7 @@ class Plan:
     close_call: float = 0.0  # nats: a first token that leads by less is computed exactly
     order_kept: Reason | None = None  # why "auto" moves no chunk; None: it might, or was not asked
     evidence: str = ""  # what the ratio of the strategy was measured on; "" where it is exact
+    num_kept: int | None = None  # leading parts that may enter the tree, history first; None: all
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,7 @@ from kvweave.plan.ordering import (
     OrderRules,
     OrderWorth,
     choose_order,
+    num_worth_keeping,
 )
 from kvweave.plan.plan import (
     ChunkPeek,
@@ -235,6 +236,7 @@ class Planner:
     is_tree_full: Callable[[], bool] = _never  # then chunks that may move share more paths
     accesses: AccessTable = field(default_factory=AccessTable)
     returns: PathReturns = field(default_factory=PathReturns)
+    tree_uses: int = 1  # requests that bring a chunk before a free order leaves it in the tree
     turns: TurnShare = field(default_factory=TurnShare)
     close_calls: CloseCalls = field(default_factory=CloseCalls)
     unavailable: Mapping[str, Reason] = field(default_factory=dict)  # strategies that cannot run
@@ -272,7 +274,22 @@ class Planner:
             close_call=0.0 if allowing is None else allowing.close_call,
             order_kept=order_kept,
             evidence="" if allowing is None else allowing.evidence,
+            num_kept=self._num_kept(request, ordering, permission),
         )
+
+    def _num_kept(
+        self, request: PlanRequest, ordering: Ordering, permission: OrderPermission
+    ) -> int | None:
+        """Return how many leading parts the prompt may leave in the tree; None: all. What came
+        once would cut the paths of what comes often, if the user asks for more uses than one."""
+        if self.tree_uses == 1 or permission is not OrderPermission.FREE:
+            return None
+        path = (*request.history, *ordering.chunks)
+        found = len(self.tree.match([part.id for part in path]).nodes)
+        in_front = len(request.history)
+        matched = max(0, found - in_front)
+        kept = num_worth_keeping(ordering.chunks, matched, self.accesses, self.tree_uses)
+        return in_front + kept
 
     def _computed_once(
         self,
@@ -306,14 +323,20 @@ class Planner:
             num_returned = len(path)  # the next turn begins with all of this one
         else:  # or with its history alone, where chunks stand in front of the last question only
             num_returned = max(len(request.history), self.returns.num_known_parts(path))
+        if plan.num_kept is not None:
+            num_returned = min(num_returned, plan.num_kept)
         return num_returned if num_returned > len(self.tree.match(path).nodes) else 0
 
     def record_answer(self, request: PlanRequest, plan: Plan, *, was_close: bool = False) -> None:
         """Learn from an answered request. `was_close`: what was fused was thrown away for it."""
         self.close_calls.push(None if plan.strategy is None else was_close)
-        self.accesses.push([chunk.id for chunk in request.chunks])
+        self.count_chunks(request)
         self.turns.push(request.turns > 0)
         self.returns.push([part.id for part in (*request.history, *plan.order)])
+
+    def count_chunks(self, request: PlanRequest) -> None:
+        """Count the chunks of an answered request, by which the next ones are put in order."""
+        self.accesses.push([chunk.id for chunk in request.chunks])
 
     def learn_load(self, plan: Plan, actual_s: float, *, beside: bool = False) -> None:
         """Learn what loading costs from a plan that was carried out as it says, in so many seconds.

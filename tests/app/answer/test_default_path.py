@@ -18,7 +18,7 @@ from kvweave.app.library.kv_maker import WantedKV
 from kvweave.app.library.library_kv import Retries
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, AnswerStream
-from kvweave.config import LibrarySettings, QualitySettings, StoreSettings
+from kvweave.config import LibrarySettings, PlannerSettings, QualitySettings, StoreSettings
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.corpus.settings import read_settings
 from kvweave.errors import RequestError, TierError
@@ -28,9 +28,10 @@ from kvweave.model.decoder import Decoder
 from kvweave.reasons import Reason
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import ChunkId
-from worlds.auto import GREEDY, QUESTION, TEXTS, World, model, weave, world
+from worlds.auto import GREEDY, QUESTION, TEXTS, World, model, planning_of, weave, world
 from worlds.servers import refusing
 from worlds.serving import serving
+from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "weave", "world"]
 
@@ -356,6 +357,24 @@ def test_an_order_may_be_usual_for_a_knowledge_base(world: World, weave: Weave) 
     assert read_settings(weave.kb.folder) == weave.kb.settings
     weave.kb.set_order(None)
     assert "order" not in (weave.kb.folder / "kb.json").read_text(), "as older ones read it"
+
+
+def test_a_named_strategy_counts_chunks_and_keeps_what_the_settings_say(world: World) -> None:
+    world.set_machine()
+    with world.open(AnswerSettings(planner=PlannerSettings(window=7, tree_uses=2))) as weave:
+        ingest_with_fronts(weave, *TEXTS)
+        texts = [world.tokenizer.decode(hit.chunk.token_ids) for hit in weave.search(QUESTION, 5)]
+
+        def tree_after(question: str) -> int:
+            asked = {"documents": texts, "sampling": GREEDY, "reuse": "prefix", "order": "free"}
+            weave.ask(question, **asked)
+            return len(weave.engine.tree)
+
+        before = tree_after("And why?")
+        assert tree_after("And how?") == before + len(texts), "all came twice"
+        assert tree_after("And who?") == before + len(texts)
+        planner = planning_of(weave)._planner
+        assert (planner.tree_uses, planner.accesses._window) == (2, 7)
 
 
 def test_a_question_moves_chunks_where_that_is_usual(world: World, weave: Weave) -> None:

@@ -646,6 +646,16 @@ def test_plan_as_json_has_what_people_see(
     assert [span["kind"] for span in plan["spans"]] == ["exact", *["computed"] * 6]
 
 
+def test_plan_as_json_names_the_order_of_the_knowledge_base(
+    world: World, weave: Weave, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.set_machine()
+    weave.kb.set_order("free")
+    monkeypatch.setattr("kvweave.cli.plan.open_weave", lambda **_: weave)
+    plan = json.loads(run("plan", QUESTION, "--kb", world.folder, "--json").out)
+    assert plan["order"] == "free"
+
+
 def test_an_option_says_what_of_its_price_is_loading(world: World, weave: Weave) -> None:
     world.calibrate(("epic", 0.1, 0.01))
     world.set_machine()

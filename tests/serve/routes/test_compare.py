@@ -71,6 +71,22 @@ def test_a_named_strategy_is_shown_by_itself_whatever_the_tree_has(filled: KbSer
     assert reply.json()["explain"]["tokens"]["reused"] == 0
 
 
+def test_the_order_of_the_knowledge_base_holds_where_the_tree_is_read(filled: KbServer) -> None:
+    ways = [{"reuse": "auto"}, {"reuse": "prefix"}, {"reuse": "reuse"}]
+    kb = f"{filled.url}/v1/kb/compared"
+    assert httpx.patch(kb, json={"order": "free"}, timeout=60).status_code == 200
+    try:
+        done = [e["done"] for e in compare(filled.url, ways=ways) if "done" in e]
+        body = {"messages": user("What of pods?"), "kb": "compared", "explain": True}
+        said = httpx.post(f"{filled.url}/v1/chat/completions", json=body, timeout=60).json()
+    finally:
+        httpx.patch(kb, json={"order": "configured"}, timeout=60)
+    orders = [each["explain"]["order"] for each in done]
+    assert said["explain"]["order"] == "free, says its knowledge base", "as for any request"
+    assert orders[:2] == ["free, says its knowledge base"] * 2
+    assert orders[2] == "as_found: nothing is read of the knowledge tree"
+
+
 def test_without_full_among_the_ways_it_is_computed_behind_them(filled: KbServer) -> None:
     ways = [{"reuse": "prefix"}, {"reuse": {"strategy": "weave", "ratio": 1.0}}]
     events = compare(filled.url, ways=ways)

@@ -106,6 +106,8 @@ class Answerer(Generic[P, R]):
             who = "the question"
         elif whole.reuse == "full":
             return f"{whole.permission}: all is computed"
+        elif whole.alone:
+            return f"{whole.permission}: nothing is read of the knowledge tree"
         elif self._kb is not None and self._kb.settings.order is not None:
             who = "its knowledge base"
         else:

@@ -179,7 +179,8 @@ class EngineTarget:
         self.measured = Measurements(runtime, codec, settings.profile)
         opens = partial(open_log, runtime, library)
         self.auditor = Auditor(runtime.client, settings.audit, opens, self._catch_up)
-        self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
+        source = library or self.documents
+        self.router = Router(runtime, source, self.measured, self.auditor, settings.planner)
         self.calibration: SelfCalibration | None = None
         if library is not None and library.kv.worth.evidence.is_asked:
             self.calibration = SelfCalibration(runtime, library, settings.system)

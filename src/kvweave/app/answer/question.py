@@ -255,7 +255,8 @@ class Question:
         values = {name: usual.value(key) for name, key in open_ones.items()}
         if self.reuse is None and self.ratio is None:
             values["reuse"], values["ratio"] = usual.reuse, usual.ratio
-        if self.order is None and values.get("reuse", self.reuse) == "full":
+        reads_nothing = self.alone or values.get("reuse", self.reuse) == "full"
+        if self.order is None and reads_nothing:
             values["order"] = OrderPermission.AS_FOUND  # it gains nothing by another order
         elif self.order is None and kb_order is not None:
             values["order"] = kb_order

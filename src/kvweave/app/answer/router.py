@@ -24,6 +24,7 @@ from kvweave.app.auto.measurements import Measurements
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import MOST_PREAMBLES, KVBehind, KVSource, PreambleKey
 from kvweave.app.library.runtime import ModelRuntime
+from kvweave.config import PlannerSettings
 from kvweave.engine.request import EngineRequest, Ticket
 from kvweave.errors import ConfigError, RequestError
 from kvweave.fuse.selectors.strategies import open_strategy, takes_layers
@@ -58,8 +59,10 @@ class Router:
         source: KVSource | None,
         measured: Measurements,
         auditor: Auditor,
+        settings: PlannerSettings | None = None,
     ) -> None:
         """`source` None: no chunk KV is kept."""
+        self._settings = settings or PlannerSettings()
         self._auditor = auditor
         self._decoder = runtime.decoder
         self._tokenizer = runtime.tokenizer
@@ -131,7 +134,7 @@ class Router:
         from kvweave.app.auto.auto_planner import AutoPlanner
 
         engine, audited = self._client.engine, self._auditor.log
-        return AutoPlanner(kv, self._measured, engine, audited, tenant)
+        return AutoPlanner(kv, self._measured, engine, audited, tenant, self._settings)
 
     def _kv(self, prompt: Prompt) -> KVBehind | None:
         if self._source is None or not (prompt.chunks or prompt.history):
@@ -163,9 +166,29 @@ class Router:
     def _as_named(
         self, prompt: Prompt, question: Question, named: NamedStrategy, notes: AnswerNotes
     ) -> EnginePlan:
-        strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
         kv = self._kv(prompt)
-        prompt = self._reorder(prompt, question, strategy, kv)
+        if question.permission is not OrderPermission.FREE:  # "auto" is the planner's to judge
+            return self._as_found(prompt, question, named, kv, notes)
+        if named.strategy.reuses == "none":
+            raise RequestError("order 'free' gains nothing with reuse 'full'; leave one out")
+        if kv is None:
+            return self._as_found(prompt, question, named, kv, notes)
+        planner = self.planner(kv, prompt.tenant)
+        chosen = planner.plan(prompt, question.allowed, question.permission)
+        made = self._as_found(chosen.prompt, question, named, kv, notes)
+        made = replace(made, request=replace(made.request, num_kept=chosen.plan.num_kept))
+        return made.heard_by(lambda _: planner.count_chunks(chosen))
+
+    def _as_found(
+        self,
+        prompt: Prompt,
+        question: Question,
+        named: NamedStrategy,
+        kv: KVBehind | None,
+        notes: AnswerNotes,
+    ) -> EnginePlan:
+        """Plan a prompt by the strategy that was named, its chunks as they stand."""
+        strategy, eos_ids = named.strategy, self._tokenizer.eos_ids
         if strategy.reuses == "none":  # for measurements: it leaves nothing behind
             request = exact_request(prompt, question.drawn, eos_ids, use_tree=False)
             return Planned(prompt, request, notes, (partial(_note, notes),))
@@ -181,19 +204,6 @@ class Router:
         request = fused_request(kv, prompt, question.drawn, eos_ids, fusion)
         made = Planned(prompt, request, notes, (partial(_note, notes), partial(_see, kv, prompt)))
         return self._watch_for_audit(made, question, is_planned=False) if named.is_usual else made
-
-    def _reorder(
-        self, prompt: Prompt, question: Question, strategy: Strategy, kv: KVBehind | None
-    ) -> Prompt:
-        """The prompt in the order that the planner would give it, where a strategy was named."""
-        if question.permission is not OrderPermission.FREE:  # "auto" is the planner's to judge
-            return prompt
-        if strategy.reuses == "none":
-            raise RequestError("order 'free' gains nothing with reuse 'full'; leave one out")
-        if kv is None:
-            return prompt
-        planner = self.planner(kv, prompt.tenant)
-        return planner.reorder(prompt, question.allowed, question.permission)
 
     def _plan_freely(
         self, prompt: Prompt, question: Question, kv: KVBehind, notes: AnswerNotes

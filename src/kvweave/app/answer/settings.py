@@ -12,7 +12,7 @@ from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
 from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.calibrate.profiles import Profile
-from kvweave.config import WeaveConfig, given_values
+from kvweave.config import PlannerSettings, WeaveConfig, given_values
 from kvweave.engine.sampling import Sampling
 from kvweave.errors import ConfigError, ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, unless_greedy
@@ -116,6 +116,7 @@ class AnswerSettings:
     speculation: SpeculationConfig | None = None  # None: where it is expected to gain time
     profile: Profile | None = None  # what was measured of the model; None: the user's, the packaged
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what questions leave open
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
     # what is remembered of documents, where there is no knowledge base
     documents: DocumentMemoryConfig = field(default_factory=DocumentMemoryConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
@@ -133,6 +134,7 @@ class AnswerSettings:
             SYSTEM if system is None else system,
             speculation=SpeculationConfig(**given_values(config.speculation)),
             usual=QuestionDefaults.from_config(config),
+            planner=config.planner,
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store
             ),

@@ -22,6 +22,7 @@ from kvweave.app.auto.permission import PermittedGate, permitted_strategies
 from kvweave.app.auto.requests import Fusion, exact_request, fused_request
 from kvweave.app.library.kv_behind import KVBehind
 from kvweave.calibrate.profiles import DecoderTables
+from kvweave.config import PlannerSettings
 from kvweave.corpus.chunker import make_chunk_id
 from kvweave.engine.engine import Engine
 from kvweave.engine.prefixes import preamble_ref
@@ -35,11 +36,12 @@ from kvweave.kernels.recording import num_first_times
 from kvweave.kv.tree import ChunkRef
 from kvweave.kv.tree.tree import TreeBehind
 from kvweave.plan.cost import CostModel, StrategyInfo
-from kvweave.plan.ordering import OrderPermission
+from kvweave.plan.ordering import AccessTable, OrderPermission
 from kvweave.plan.other_paths import AlternativePaths
 from kvweave.plan.plan import Decision, Gate, Plan, PlanRequest, PredictionCheck, SpanKind
 from kvweave.plan.planner import Planner
 from kvweave.plan.profile import link_name
+from kvweave.plan.recent_requests import PathReturns
 from kvweave.reasons import Reason
 from kvweave.text.prompt import Prompt
 from kvweave.types import ChunkId
@@ -74,6 +76,7 @@ class AutoPlanner:
         engine: Engine,
         audited: AuditLog,
         tenant: str = "",
+        settings: PlannerSettings | None = None,
     ) -> None:
         """On the engine's thread: plans read its knowledge tree behind the preamble of `kv`, which
         stays there from now on if documents are ingested behind it. Prices are those of `measured`,
@@ -108,7 +111,7 @@ class AutoPlanner:
         gate: Gate = growing
         if self._is_permitted:
             gate, self._strategies = PermittedGate(), permitted_strategies(facts)
-        tree = _tree(engine, kv, tenant)
+        tree, settings = _tree(engine, kv, tenant), settings or PlannerSettings()
         self._paths = AlternativePaths(tree, self._peek.has_copy)
         self._tiers = TierProbes(
             kv.store, decoder.spec.num_layers, encoder.context.codec, self.machine.links
@@ -118,6 +121,9 @@ class AutoPlanner:
             CostModel(self.machine),
             self._peek,
             gate=gate,
+            accesses=AccessTable(settings.window),
+            returns=PathReturns(settings.window),
+            tree_uses=settings.tree_uses,
             unavailable=unavailable,
             pending_bytes=kv.store.pending_bytes,
             is_busy=lambda: engine.is_busy,
@@ -159,16 +165,20 @@ class AutoPlanner:
     ) -> EngineRequest:
         """What the engine is asked for to carry a plan out."""
         plan, strategy = planned.plan, self._strategy(planned.plan)
-        if strategy.reuses != "all":  # what is computed is kept, whatever was found
-            return exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
+        if strategy.reuses != "all":  # whatever was found, what is computed may be kept
+            exact = exact_request(planned.prompt, sampling, eos_ids, use_tree=True)
+            return replace(exact, num_kept=plan.num_kept)
         ratio, expected = plan.chosen.ratio or 0.0, self.estimate_cost(plan)
         # also where tokens are drawn: what was measured counts such answers as exact
         fusion = Fusion(strategy, ratio, _list_computed(plan), expected, plan.close_call)
-        return fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
+        fused = fused_request(self._kv, planned.prompt, sampling, eos_ids, fusion)
+        return replace(fused, num_kept=plan.num_kept)
 
-    def reorder(self, prompt: Prompt, bound: float, order: OrderPermission) -> Prompt:
-        """A prompt in the order that a plan would give it, whatever else it would do."""
-        return self.plan(prompt, bound, order).prompt
+    def count_chunks(self, planned: PromptPlan) -> None:
+        """Count the chunks of a prompt that was put in order and then computed as its caller
+        said."""
+        with self._lock:
+            self._planner.count_chunks(planned.request)
 
     def hint(self, planned: PromptPlan) -> str | None:
         """What the caller should know: what to do to have more reused, or that no quality was

@@ -35,7 +35,7 @@ from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, O
 from kvweave.app.library.kv_progress import NEVER, KVProgress, KVState
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.config import ServerSettings
+from kvweave.config import PlannerSettings, ServerSettings
 from kvweave.corpus.catalogue import Totals
 from kvweave.corpus.disk_files import disk_trouble
 from kvweave.corpus.embedder import OLD_IDENTITY
@@ -150,6 +150,7 @@ class LibrariesConfig:
     kv: KVOptions = field(default_factory=KVOptions)  # of each; system and tenant are its own
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
     audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     parsing: ParseLimits = field(default_factory=ParseLimits)  # of files that are uploaded
@@ -283,6 +284,7 @@ class Libraries:
             tenant,
             config.speculation,
             usual=config.usual,
+            planner=config.planner,
             audit=config.audit,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
