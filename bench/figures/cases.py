@@ -1,8 +1,8 @@
 """The questions that the bench of figures asks.
 
 `qa` are held-out questions of the multi-hop sets and of NQ with five chunks each, one of each set
-in turn (quality/asked.py). `marked` are SQuAD questions whose answers are marked, with 2,000 tokens of
-other passages; the first hundred are left out, as packaged profiles found their layers on them.
+in turn (quality/asked.py). `marked` are SQuAD questions whose answers are marked, with 2,000 tokens
+of other passages; those that packaged profiles found their layers on are left out.
 `needles` are tasks like RULER's (quality/needles.py).
 """
 

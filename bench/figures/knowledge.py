@@ -2,6 +2,7 @@
 retrieved together (FusionRAG, figure 7a). No language model runs here."""
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ QUESTIONS = 300  # of each set, where only retrieval is asked
 
 
 class Knowledge:
-    """The passages with their vectors by MiniLM, made once."""
+    """The first `count` passages with their vectors by MiniLM, made once. They lie in the order of
+    drawn ids: the first ones are a fair sample."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, count: int) -> None:
         self.embedder: Any = find_embedder("minilm")
-        rows = list(read_jsonl(data / "wiki_kb/passages.jsonl.gz"))
+        rows = list(islice(read_jsonl(data / "wiki_kb/passages.jsonl.gz"), count))
         self.passages = [Passage(row["text"], row["title"]) for row in rows]
         texts = [_text(passage) for passage in self.passages]
         self.vectors = cached_vectors("wiki_kb", self.embedder, texts, self.embedder.embed_passages)
@@ -65,9 +67,9 @@ def share_together(
     }
 
 
-def measure_together(data: Path, count: int) -> dict[str, Any]:
+def measure_together(data: Path, num_passages: int, count: int) -> dict[str, Any]:
     """What is retrieved together, by set and number of passages retrieved."""
-    knowledge = Knowledge(data)
+    knowledge = Knowledge(data, num_passages)
     found: dict[str, Any] = {"questions": count, "passages": len(knowledge.passages)}
     for name, path in SETS.items():
         texts = [

@@ -97,6 +97,7 @@ class Lab:
         self.facts = ModelFacts(self.num_layers, self.layer_order.critical)
         self.prefixes = ContextPrefixes(self.decoder)
         self.repeat = repeat_ids(self.tokenizer)
+        self.ratios = [float(each) for each in args.ratios.split(",")]
         every = [self.tokenizer.encode_text(end) for end in LINE_ENDS]
         self.line_ends = {ids[0] for ids in every if len(ids) == 1}
 

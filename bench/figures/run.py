@@ -4,6 +4,7 @@ Each part answers one figure or two; `--part` names some. Parts that ask the sam
 what is computed of them:
 
     matched      QCFuse 10, 11   at which ratio and work QCFuse and ProphetKV reach each other's KL
+    stored       QCFuse 10, 11   the same by the 600 questions of quality-h200 (no model)
     anchors      QCFuse 15       QCFuse's quality by rule and share of its anchors
     layers       QCFuse 16       QCFuse scored at the first, middle, last, all and profiled layers
     attention    QCFuse 5        attention mass on few tokens; layers that agree with all
@@ -46,6 +47,7 @@ from figures.matching import match_quality
 from figures.neighbours import measure_neighbours, neighbour_ways, sum_up_neighbours
 from figures.places import count_places, sum_up_places
 from figures.recall import measure_recall, sum_up_recall
+from figures.stored import match_stored
 from figures.timing import sum_up_times, time_ways
 from figures.ways import (
     RATIOS,
@@ -60,7 +62,7 @@ from figures.ways import (
 )
 
 SETS = "2wiki,hotpot,musique,nq"
-TOGETHER = "together"  # the part that asks no language model
+WITHOUT_MODEL = ("stored", "together")
 SAVE_EVERY = 4  # questions
 
 Line = dict[str, Any]
@@ -87,7 +89,7 @@ def _by_lab(measure: Callable[[Lab, Question], Line]) -> Callable[..., Measure]:
 
 def _begin_neighbours(lab: Lab, args: argparse.Namespace, posed: Sequence[Posed]) -> Measure:
     passages = list(dict.fromkeys(p for each in posed for p in each.passages))
-    nearest = Knowledge(args.data).nearest_of(passages)
+    nearest = Knowledge(args.data, args.passages).nearest_of(passages)
     ways = neighbour_ways(lab)
     return lambda question: measure_neighbours(lab, question, ways, nearest)
 
@@ -124,14 +126,18 @@ def main() -> None:
             "parts": names,
             "sets": args.sets,
             "questions": args.questions,
+            "ratios": args.ratios,
+            "passages": args.passages,
             "seconds": round(time.perf_counter() - started_s),
         }
         if args.out is not None:
             save_run(__doc__, result, args.out)
 
-    if TOGETHER in names:
-        save({TOGETHER: measure_together(args.data, QUESTIONS)})
-    asking = [name for name in names if name != TOGETHER]
+    if "stored" in names:
+        save({"stored": match_stored()})
+    if "together" in names:
+        save({"together": measure_together(args.data, args.passages, QUESTIONS)})
+    asking = [name for name in names if name in PARTS]
     if asking:
         lab = Lab(args)
         for read in dict.fromkeys(PARTS[name].read for name in asking):
@@ -144,14 +150,16 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--part", required=True, help=f"of {', '.join((*PARTS, TOGETHER))}")
+    parser.add_argument("--part", required=True, help=f"of {', '.join((*PARTS, *WITHOUT_MODEL))}")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--quant", default="auto", help="of the weights, as a server has them")
     parser.add_argument("--sets", default=SETS)
     parser.add_argument("--questions", type=int, default=40, help="of all sets together")
+    parser.add_argument("--ratios", default="0.1,0.3,0.5", help="of the parts anchors and layers")
+    parser.add_argument("--passages", type=int, default=35745, help="of the knowledge base")
     parser.add_argument("--out", type=Path, help="also write the JSON here, as it goes")
     args = parser.parse_args()
-    if unknown := set(args.part.split(",")) - {*PARTS, TOGETHER}:
+    if unknown := set(args.part.split(",")) - {*PARTS, *WITHOUT_MODEL}:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     return args
 

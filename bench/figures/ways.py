@@ -16,7 +16,6 @@ from kvweave.fuse.selectors.strategies import open_strategy
 from kvweave.fuse.strategy import Strategy
 
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
-SWEPT = (0.1, 0.3)  # the paper's ablations are means over 0.1 to 0.5
 SHARES = (0.05, 0.1, 0.2, 0.5)  # of a chunk's tokens that anchors take
 DRAWS = 2000
 
@@ -39,7 +38,7 @@ def anchor_ways(lab: Lab) -> list[Way]:
     named["none"] = _qcfuse_over("preamble", layers)
     named["all"] = _qcfuse_over("full", layers)
     named |= {f"{rule} 10%": qcfuse(layers, rule) for rule in ("sink", "knorm")}
-    return [PLAIN_REUSE, *_swept(named)]
+    return [PLAIN_REUSE, *_swept(lab, named)]
 
 
 def layer_ways(lab: Lab) -> list[Way]:
@@ -53,7 +52,7 @@ def layer_ways(lab: Lab) -> list[Way]:
         "profiled 1": lab.layer_order.order[:1],
         "profiled 3": lab.layer_order.order[:3],
     }
-    return [PLAIN_REUSE, *_swept({k: _qcfuse_over("anchors", v) for k, v in named.items()})]
+    return [PLAIN_REUSE, *_swept(lab, {k: _qcfuse_over("anchors", v) for k, v in named.items()})]
 
 
 def needle_ways(lab: Lab) -> list[Way]:
@@ -70,11 +69,11 @@ def _qcfuse_over(view: Any, layers: tuple[int, ...]) -> QueryAttention:
     return QueryAttention(view=view, layers=layers, normaliser="full", rows="mean", heads="mean")
 
 
-def _swept(named: Mapping[str, QueryAttention]) -> list[Way]:
+def _swept(lab: Lab, named: Mapping[str, QueryAttention]) -> list[Way]:
     return [
         Way(name, Strategy(name, selector, 0.5), ratio)
         for name, selector in named.items()
-        for ratio in SWEPT
+        for ratio in lab.ratios
     ]
 
 
