@@ -10,6 +10,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -130,7 +131,6 @@ class Question:
         self.lab = lab
         self.posed = posed
         self.case = posed.case
-        self.full = self._prefill()
         self._made: dict[str, list[list[LayerKV]]] = {}
         self._behind: dict[str, list[Prefix]] = {}
         self._extras: dict[str, dict[str, dict[ChunkKey, bytes]]] = {}
@@ -199,7 +199,9 @@ class Question:
                 judged.kl_mean, float(judged.first_flips), score, each.work
             )
 
-    def _prefill(self) -> FullPrefill:
+    @cached_property
+    def full(self) -> FullPrefill:
+        """Full prefill of the prompt, computed on first use."""
         case, lab, style = self.case, self.lab, self.posed.style
         trials = Trials(lab.decoder, 1, case.num_tokens, style.max_tokens)
         front, kv = lab.prefixes.prefix_for(case.preamble), trials.kv(0)

@@ -8,6 +8,7 @@ after the run. They name what a figure depends on, not everything that ran.
 from functools import partial
 
 from report_parts.figures import Figure, Result, Run, listed, of_full, only, percent, pick, times
+from report_parts.shown_figures import FIGURES_CPU
 
 
 def code(*rooms: str) -> tuple[str, ...]:
@@ -601,6 +602,7 @@ SHOWN = (
         ),
         "The papers score models of 7B and more.",
     ),
+    FIGURES_CPU,
     Result(
         "ladder-cpu",
         code("fuse", "calibrate", "!calibrate/packaged"),
