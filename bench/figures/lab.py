@@ -38,6 +38,7 @@ from kvweave.fuse.encode.extras import (
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.protocol import Prefix
 from kvweave.fuse.selector import Scene
+from kvweave.fuse.selectors.query_attention import usual_critical_layers
 from kvweave.fuse.sources import ComputedChunks
 from kvweave.fuse.stitched import Stitched, stitch
 from kvweave.fuse.strategy import REUSE, ModelFacts, Strategy
@@ -94,7 +95,9 @@ class Lab:
         self.decoder = load_decoder(folder, device="cpu", dtype="float32", quant=args.quant)
         self.num_layers = self.decoder.spec.num_layers
         # of the weights before they were rounded: what they search with is the same
-        self.layer_order = packaged_layers(self.decoder.weights.fingerprint[:SHORT])
+        known = packaged_layers(self.decoder.weights.fingerprint[:SHORT])
+        usual = usual_critical_layers(self.num_layers)
+        self.layer_order = known if known.order else LayerOrder(usual, usual)
         self.facts = ModelFacts(self.num_layers, self.layer_order.critical)
         self.prefixes = ContextPrefixes(self.decoder)
         self.repeat = repeat_ids(self.tokenizer)

@@ -1,19 +1,44 @@
 """What the bench of figures computes beside a model: interpolation, shares, places, neighbours."""
 
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from figures.attention import covered, overlap
-from figures.deviation import left_by_oracle, mean_by_name
+from figures import neighbours
+from figures.attention import covered, measure_attention, overlap, sum_up_attention
+from figures.cases import Posed
+from figures.deviation import left_by_oracle, mean_by_name, measure_deviation, sum_up_deviation
 from figures.knowledge import share_together
-from figures.lab import packaged_layers
+from figures.lab import Lab, Question, packaged_layers
 from figures.matching import match_quality, ratio_reaching
-from figures.places import lift, place_in_chunk
+from figures.places import count_places, lift, place_in_chunk, sum_up_places
+from figures.recall import measure_recall, sum_up_recall
 from figures.stored import match_stored
-from figures.ways import sum_up_ways
+from figures.timing import sum_up_times, time_ways
+from figures.ways import (
+    anchor_ways,
+    layer_ways,
+    matched_ways,
+    needle_ways,
+    sum_up_matched,
+    sum_up_ways,
+    try_ways,
+)
 from kvweave.calibrate.case import Case
+from kvweave.calibrate.questions import Passage, QuestionRecord, make_case
+from quality.asked import Style
 
+WORDS = Style("", 4, True)
+PASSAGES = (
+    Passage("Anna lives in a red house.", "Anna"),
+    Passage("Ben sails to the sea each day.", "Ben", ((13, 20),)),
+    Passage("Carl has a boat.", "Carl"),
+)
 RATIOS = (0.05, 0.1, 0.15, 0.3, 0.5)
 
 
@@ -105,3 +130,58 @@ def test_the_stored_quality_of_both_strategies_is_found() -> None:
 def test_layers_come_from_the_packaged_profile() -> None:
     assert packaged_layers("c4e24e8168d5").critical == (23,)
     assert packaged_layers("none") == ((), ())
+
+
+@pytest.fixture
+def lab(chat_model_folder: Path) -> Lab:
+    return Lab(Namespace(model=str(chat_model_folder), quant="none", ratios="0.5"))
+
+
+def ask(lab: Lab) -> Question:
+    record = QuestionRecord("Where?", ("the sea",), PASSAGES)
+    return Question(lab, Posed("x", 0, WORDS, make_case(lab.tokenizer, record), PASSAGES))
+
+
+def test_every_part_of_a_question_gives_numbers_that_can_be_written(lab: Lab) -> None:
+    question = ask(lab)
+    found: dict[str, Any] = {
+        "deviation": sum_up_deviation([measure_deviation(lab, question)]),
+        "attention": sum_up_attention([measure_attention(lab, question)]),
+        "places": sum_up_places([count_places(lab, question)]),
+        "recall": sum_up_recall([measure_recall(lab, question)]),
+        "matched": sum_up_matched([try_ways(question, matched_ways(lab))]),
+        "time": sum_up_times([time_ways(question, matched_ways(lab)[:2])]),
+    }
+    for ways_of in (anchor_ways, layer_ways, needle_ways):
+        found[ways_of.__name__] = sum_up_ways([try_ways(question, ways_of(lab))])
+    json.dumps(found, allow_nan=False)
+    assert found["places"]["cacheblend"]["by_chunk"].keys() == {"2", "3"}
+    assert found["attention"]["covered"]["0.5"] <= 1.0
+
+
+def test_full_recomputation_is_full_prefill_and_names_do_not_matter(lab: Lab) -> None:
+    question = ask(lab)
+    one = matched_ways(lab)[1]
+    everything = one._replace(ratio=1.0)
+    renamed = everything._replace(name="another")
+    found = question.try_ways([one, everything, renamed])
+    assert found[str(everything)].kl < 1e-6 < found[str(one)].kl
+    assert found[str(everything)] is found[str(renamed)]
+
+
+def test_chunks_are_encoded_behind_their_neighbours(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(neighbours, "FILLER", "filler:1")
+    monkeypatch.setattr(neighbours, "COUNTS", (1, 2))
+    monkeypatch.setattr(neighbours, "MANY", "neighbours:2")
+    encodings = ("isolated", "filler:1", "neighbours:1", "neighbours:2")
+    monkeypatch.setattr(neighbours, "ENCODINGS", encodings)
+    question, ways = ask(lab), neighbours.neighbour_ways(lab)
+    line = neighbours.measure_neighbours(
+        lab, question, ways, lambda passage, count: [p for p in PASSAGES if p != passage][:count]
+    )
+    found = neighbours.sum_up_neighbours([line])
+    assert found["deviation_over_isolated"]["isolated"] == 1.0
+    assert len(set(found["deviation_over_isolated"].values())) == 4, "each context is another one"
+    assert {row["way"] for row in found["rows"]} >= {"neighbours:2/cachecraft-like"}
