@@ -4,7 +4,7 @@ Each part answers one figure or two; `--part` names some. Parts that ask the sam
 what is computed of them:
 
     matched      QCFuse 10, 11   at which ratio and work QCFuse and ProphetKV reach each other's KL
-    stored       QCFuse 10, 11   the same by the 600 questions of quality-h200 (no model)
+    stored       QCFuse 10, 11   QCFuse and others so, by 600 questions of quality-h200 (no model)
     anchors      QCFuse 15       QCFuse's quality by rule and share of its anchors
     layers       QCFuse 16       QCFuse scored at the first, middle, last, all and profiled layers
     attention    QCFuse 5        attention mass on few tokens; layers that agree with all

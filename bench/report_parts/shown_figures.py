@@ -45,6 +45,13 @@ def _costs(run: Run, part: str, encoding: str = "") -> str:
     return listed(["–" if x is None else f"{1 / x:.2f}×" for x in saved])
 
 
+def _costs_over(run: Run, by: str, others: Sequence[str], ratio: float) -> str:
+    """Work of one strategy over that of others at a ratio, at the KL that they have there."""
+    rows = run["parts"]["stored"]["isolated"]["rows"]
+    saved = [pick(rows, of=other, by=by, ratio=ratio)["saves"] for other in others]
+    return listed([f"{1 / each:.2f}×" for each in saved])
+
+
 def _view(run: Run, view: str, field: str) -> float:
     value: float = pick(run["parts"]["recall"]["rows"], view=view)[field]
     return value
@@ -89,6 +96,17 @@ FIGURES_CPU = Result(
             "costs_filler",
             "… the same behind a filler",
             lambda r: _costs(r, "stored", "filler:4"),
+        ),
+        Figure(
+            "costs_others",
+            "QCFuse's rows through layers over those of CacheBlend / EPIC / FusionRAG at 30 %, at "
+            "their KL, isolated",
+            lambda r: _costs_over(r, "qcfuse", ("cacheblend", "epic", "fusionrag"), 0.3),
+        ),
+        Figure(
+            "costs_weave",
+            "`weave`'s rows through layers over those of QCFuse at 30 %, at its KL, isolated",
+            lambda r: _costs_over(r, "weave", ("qcfuse",), 0.3),
         ),
         Figure(
             "questions",
