@@ -7,7 +7,6 @@ from report_parts.figures import Figure, Result, Run, listed, percent, pick
 
 MEASURES = ("src/kvweave/fuse", "src/kvweave/calibrate", ":(exclude)src/kvweave/calibrate/packaged")
 TARGETS = (0.1, 0.15, 0.3)  # ratios of ProphetKV whose KL QCFuse is to reach
-VIEWS = ("sink 10%", "knorm 10%", "kvzip 10%", "no anchors", "full context")
 
 
 def _recovered(run: Run, part: str, ways: Sequence[str], ratio: float = 0.15) -> str:
@@ -52,14 +51,9 @@ def _costs_over(run: Run, by: str, others: Sequence[str], ratio: float) -> str:
     return listed([f"{1 / each:.2f}×" for each in saved])
 
 
-def _view(run: Run, view: str, field: str) -> float:
-    value: float = pick(run["parts"]["recall"]["rows"], view=view)[field]
-    return value
-
-
-def _together(run: Run, name: str) -> str:
+def _together(run: Run, name: str, of: str = "chunks") -> str:
     found = run["parts"]["together"][name]
-    return _percents([100 * found[f"top {top}, nearest {top}"]["chunks"] for top in (2, 5, 10)])
+    return _percents([100 * found[f"top {top}, nearest {top}"][of] for top in (2, 5, 10)])
 
 
 def _percents(values: Sequence[float]) -> str:
@@ -199,30 +193,6 @@ FIGURES_CPU = Result(
         Figure("chosen_second", "… the second chunk", lambda r: _lifts(r, "by_chunk", "2")),
         Figure("chosen_last", "… the fifth chunk", lambda r: _lifts(r, "by_chunk", "5")),
         Figure(
-            "recall",
-            "tokens of a marked answer in the 10 % that QCFuse ranks highest, SQuAD in 2,000 "
-            "tokens: anchors of 10 % by first tokens / key norm / KVzip / no anchors / the full "
-            "context",
-            lambda r: _percents([100 * _view(r, view, "recall") for view in VIEWS]),
-        ),
-        Figure(
-            "recall_all_layers",
-            "… scored at all layers",
-            lambda r: _percents([100 * _view(r, view, "recall_all_layers") for view in VIEWS]),
-        ),
-        Figure(
-            "recall_share",
-            "… by KVzip with 5 / 10 / 20 / 50 % of a chunk",
-            lambda r: _percents([100 * _view(r, f"kvzip {s}%", "recall") for s in (5, 10, 20, 50)]),
-        ),
-        Figure(
-            "recall_same",
-            "rows of the full context's 10 % that are chosen over anchors, too: first tokens / key "
-            "norm / KVzip / no anchors",
-            lambda r: _percents([100 * _view(r, view, "same") for view in VIEWS[:-1]]),
-        ),
-        Figure("recall_n", "… questions of these", lambda r: str(r["parts"]["recall"]["n"])),
-        Figure(
             "near_reuse",
             "KL gap that plain reuse recovers: isolated / behind a filler / behind it and 2 / 5 / "
             "10 / 15 neighbours",
@@ -259,6 +229,11 @@ FIGURES_CPU = Result(
             "retrieved passages that have one of their nearest 2 / 5 / 10 among the 2 / 5 / 10 "
             "retrieved with them, HotpotQA's questions",
             lambda r: _together(r, "hotpot"),
+        ),
+        Figure(
+            "together_questions",
+            "… HotpotQA's questions with such a pair",
+            lambda r: _together(r, "hotpot", "questions"),
         ),
         Figure("together_2wiki", "… 2Wiki's", lambda r: _together(r, "2wiki")),
         Figure("together_nq", "… NQ-open's", lambda r: _together(r, "nq")),
