@@ -99,8 +99,8 @@ FUSIONRAG = (
         "gone behind a filler / 2 / 5 / 10 / 15 neighbours: {figures-cpu:near_deviation}; KL gap "
         "recovered behind three with nothing recomputed: {quality-h200:reuse_near}",
         f"{FIGURES} neighbours",
-        "contradicted, in deviation, on 4 questions and a sample of the base: the filler alone "
-        "takes off most; equal, in direction, in KL",
+        "mixed: equal in direction in KL; in deviation not, on 4 questions and a sample of the "
+        "base, where the filler alone takes off most",
     ),
     Claim(
         "Fig. 8",
@@ -163,7 +163,7 @@ FUSIONRAG = (
         "neighbours lift CacheBlend and Cache-Craft by 21 to 49 points, FusionRAG stays ahead by 3 "
         "to 18",
         "CacheBlend {quality-h200:cacheblend} → {quality-h200:cacheblend_near}; FusionRAG "
-        "{quality-h200:fusionrag_near}. CacheBlend / Cache-Craft-like / FusionRAG, SmolLM2, few "
+        "{quality-h200:fusionrag_near}. CacheBlend / Cache-Craft-like / FusionRAG on 4 "
         "questions: {figures-cpu:near_15_isolated} → behind ten {figures-cpu:near_15}",
         f"{QUALITY} --encodings neighbours:3`, `{FIGURES} neighbours",
         "equal, on KL; Cache-Craft on 4 questions alone",
@@ -337,8 +337,8 @@ QCFUSE = (
         "{figures-cpu:anchor_share}; 10 % by first tokens / key norm / KVzip "
         "{figures-cpu:anchor_rule}",
         f"{FIGURES} anchors",
-        "contradicted, on 12 questions with wide intervals: a tenth by KVzip brings nothing over "
-        "no anchors",
+        "mixed, on 12 questions with wide intervals: a tenth by KVzip shows no gain over no "
+        "anchors, a fifth does",
     ),
     Claim(
         "Fig. 16",
