@@ -6,6 +6,7 @@ from typing import Any
 from report_parts.figures import Figure, Result, Run, listed, percent, pick
 
 MEASURES = ("src/kvweave/fuse", "src/kvweave/calibrate", ":(exclude)src/kvweave/calibrate/packaged")
+VIEWS = ("sink 10%", "knorm 10%", "kvzip 10%", "no anchors", "full context")
 TARGETS = (0.1, 0.15, 0.3)  # ratios of ProphetKV whose KL QCFuse is to reach
 
 
@@ -49,6 +50,11 @@ def _costs_over(run: Run, by: str, others: Sequence[str], ratio: float) -> str:
     rows = run["parts"]["stored"]["isolated"]["rows"]
     saved = [pick(rows, of=other, by=by, ratio=ratio)["saves"] for other in others]
     return listed([f"{1 / each:.2f}×" for each in saved])
+
+
+def _view(run: Run, view: str, field: str) -> float:
+    value: float = pick(run["parts"]["recall"]["rows"], view=view)[field]
+    return value
 
 
 def _together(run: Run, name: str, of: str = "chunks") -> str:
@@ -192,6 +198,30 @@ FIGURES_CPU = Result(
         ),
         Figure("chosen_second", "… the second chunk", lambda r: _lifts(r, "by_chunk", "2")),
         Figure("chosen_last", "… the fifth chunk", lambda r: _lifts(r, "by_chunk", "5")),
+        Figure(
+            "recall",
+            "tokens of a marked answer in the 10 % that QCFuse ranks highest, SQuAD in 2,000 "
+            "tokens: anchors of 10 % by first tokens / key norm / KVzip / no anchors / the full "
+            "context",
+            lambda r: _percents([100 * _view(r, view, "recall") for view in VIEWS]),
+        ),
+        Figure(
+            "recall_all_layers",
+            "… scored at all layers",
+            lambda r: _percents([100 * _view(r, view, "recall_all_layers") for view in VIEWS]),
+        ),
+        Figure(
+            "recall_share",
+            "… by KVzip with 5 / 10 / 20 / 50 % of a chunk",
+            lambda r: _percents([100 * _view(r, f"kvzip {s}%", "recall") for s in (5, 10, 20, 50)]),
+        ),
+        Figure(
+            "recall_same",
+            "rows of the full context's 10 % that are chosen over anchors, too: first tokens / key "
+            "norm / KVzip / no anchors",
+            lambda r: _percents([100 * _view(r, view, "same") for view in VIEWS[:-1]]),
+        ),
+        Figure("recall_n", "… questions of these", lambda r: str(r["parts"]["recall"]["n"])),
         Figure(
             "near_reuse",
             "KL gap that plain reuse recovers: isolated / behind a filler / behind it and 2 / 5 / "
