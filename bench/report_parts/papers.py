@@ -23,6 +23,7 @@ class Claim(NamedTuple):
 QUALITY = "bench/quality/run.py"
 TTFT = "bench/ttft/run.py"
 TTFT_GPU = "bench/ttft/run.py --device cuda"
+FIGURES = "bench/figures/run.py --part"
 NO_LARGE = "no bench scores answers of models of 7B or more; the 0.5B's are in quality_models-h200"
 
 FUSIONRAG = (
@@ -76,30 +77,40 @@ FUSIONRAG = (
     Claim(
         "Fig. 3a, 3b",
         "an oracle at 15 % leaves more than half of the KV deviation; where deviation lies",
-        "an oracle of KL recovers {quality-h200:oracle} of the gap; deviation is not printed",
-        f"{QUALITY} --strategies oracle",
-        "not had here: our oracle is one of answers, not of KV",
+        "an oracle at 15 % leaves (all layers / layer 2) {figures-cpu:left}. Layer 2 by place in "
+        "the chunk {figures-cpu:deviation_place}, from its second chunk to the fifth "
+        "{figures-cpu:deviation_chunk} of the mean. An oracle of KL recovers {quality-h200:oracle}",
+        f"{FIGURES} deviation",
+        "equal, in direction: SmolLM2, 12 questions, five chunks",
     ),
     Claim(
         "Fig. 7a",
         "related chunks are retrieved together, over half at 2 and 80 % at 10",
-        "no bench counts which chunks are retrieved together",
-        NONE,
-        "not had here",
+        "at 2 / 5 / 10, a passage with one of its nearest beside it: HotpotQA "
+        "{figures-cpu:together}, 2Wiki {figures-cpu:together_2wiki}, NQ {figures-cpu:together_nq}; "
+        "questions with such a pair {figures-cpu:together_questions} on HotpotQA",
+        f"{FIGURES} together",
+        "mixed, MiniLM over a sample of 9,728 passages: at 10 nearly every question has such a "
+        "pair, at 2 fewer than half have",
     ),
     Claim(
         "Fig. 7b",
         "70 % less deviation in layer 2 behind neighbours",
-        "KL gap recovered behind neighbours with nothing recomputed: {quality-h200:reuse_near}",
-        QUALITY,
-        "equal, in direction: KL of answers for deviation of a layer",
+        "gone behind a filler / 2 / 5 / 10 / 15 neighbours: {figures-cpu:near_deviation}; KL gap "
+        "recovered behind three with nothing recomputed: {quality-h200:reuse_near}",
+        f"{FIGURES} neighbours",
+        "mixed: equal in direction in KL; in deviation not, on 4 questions and a sample of the "
+        "base, where the filler alone takes off most",
     ),
     Claim(
         "Fig. 8",
         "where critical tokens lie",
-        "the web page shows them for one answer; no bench counts them over a set",
-        NONE,
-        "not had here",
+        "CacheBlend / FusionRAG / QCFuse choose the first four tokens of a chunk "
+        "{figures-cpu:chosen_first} as often as others, the second chunk "
+        "{figures-cpu:chosen_second}, the fifth {figures-cpu:chosen_last}",
+        f"{FIGURES} places",
+        "equal, for CacheBlend and FusionRAG, 12 questions; QCFuse leans to late chunks more than "
+        "CacheBlend",
     ),
     Claim(
         "Fig. 9",
@@ -152,16 +163,18 @@ FUSIONRAG = (
         "neighbours lift CacheBlend and Cache-Craft by 21 to 49 points, FusionRAG stays ahead by 3 "
         "to 18",
         "CacheBlend {quality-h200:cacheblend} → {quality-h200:cacheblend_near}; FusionRAG "
-        "{quality-h200:fusionrag_near}; Cache-Craft behind neighbours was not run",
-        f"{QUALITY} --encodings neighbours:3",
-        "equal, on KL",
+        "{quality-h200:fusionrag_near}. CacheBlend / Cache-Craft-like / FusionRAG on 4 "
+        "questions: {figures-cpu:near_15_isolated} → behind ten {figures-cpu:near_15}",
+        f"{QUALITY} --encodings neighbours:3`, `{FIGURES} neighbours",
+        "equal, on KL; Cache-Craft on 4 questions alone",
     ),
     Claim(
         "Fig. 17",
         "0, 2, 5, 10 and 15 neighbours",
-        "only three neighbours are measured",
-        "kvweave calibrate --encodings neighbours:3",
-        "not had here",
+        "KL gap recovered, isolated / behind a filler / 2 / 5 / 10 / 15 neighbours: at 0 % "
+        "{figures-cpu:near_reuse}, FusionRAG at 5 % {figures-cpu:near_5}",
+        f"{FIGURES} neighbours",
+        "not had here: 4 questions do not tell the counts apart",
     ),
     Claim(
         "Fig. 18, quality",
@@ -213,9 +226,11 @@ QCFUSE_DEMO = (
     Claim(
         "headline",
         "40 % less latency than fusion baselines at equal accuracy",
-        "quality and time are measured apart, never joined at equal accuracy",
-        NONE,
-        "not had here",
+        "at the KL of CacheBlend / EPIC / FusionRAG at 30 % QCFuse computes "
+        "{figures-cpu:costs_others} their rows; `weave` computes {figures-cpu:costs_weave} those "
+        "of QCFuse at its KL; no time is taken",
+        f"{FIGURES} stored",
+        "equal, in rows through layers; less for EPIC",
     ),
     Claim(
         "Fig. 3",
@@ -246,10 +261,12 @@ QCFUSE = (
     Claim(
         "abstract, Fig. 10, 11",
         "1.7 times full prefill, 1.5 times ProphetKV at matched quality, 4 models and 6 sets",
-        "CPU at 15 % (CacheBlend / FusionRAG / QCFuse / ProphetKV): {ttft-cpu:published}; quality "
-        "and time are never joined",
-        TTFT,
-        "not had here at matched quality",
+        "for ProphetKV's KL at 10 / 15 / 30 % QCFuse needs {figures-cpu:needs} of the rows, "
+        "{figures-cpu:costs} its work; behind a filler {figures-cpu:costs_filler}. First token at "
+        "15 %, CPU (CacheBlend / FusionRAG / QCFuse / ProphetKV): {ttft-cpu:published}",
+        f"{FIGURES} stored`, `{TTFT}",
+        "mixed: isolated QCFuse needs more rows than ProphetKV, behind a filler fewer; seconds at "
+        "equal KL are not had",
     ),
     Claim(
         "Fig. 1",
@@ -260,17 +277,23 @@ QCFUSE = (
     ),
     Claim(
         "Fig. 5",
-        "attention mass on few tokens; layers agree with all layers",
-        "no command prints attention mass or the overlap of layers",
-        NONE,
-        "not had here",
+        "attention mass on few tokens; middle layers agree most with all layers",
+        "the top 1 / 5 / 10 / 20 % of tokens hold {figures-cpu:mass}; a layer of the first / "
+        "middle / last third shares {figures-cpu:agreement} of its top 10 %; most: layers "
+        "{figures-cpu:agree_most} of 30",
+        f"{FIGURES} attention",
+        "mixed: mass is concentrated as they say; the layers that agree most lie before the "
+        "middle, 12 questions",
     ),
     Claim(
         "Fig. 6",
         "anchors by sink, key norm and KVzip, by share kept",
-        "the rules are strategies (`qcfuse:sink`, `qcfuse:knorm`), no bench compares their recall",
-        NONE,
-        "not had here",
+        "tokens of the answer found by first tokens / key norm / KVzip / no anchors / the full "
+        "context: {figures-cpu:recall}, at all layers {figures-cpu:recall_all_layers}; KVzip with "
+        "5 / 10 / 20 / 50 % {figures-cpu:recall_share}; the full context's rows chosen "
+        "{figures-cpu:recall_same}; {figures-cpu:recall_n} questions",
+        f"{FIGURES} recall",
+        "equal, in direction, on 7 questions: KVzip at a tenth finds what the full context finds",
     ),
     Claim(
         "Fig. 7",
@@ -290,8 +313,9 @@ QCFUSE = (
     Claim(
         "Fig. 12",
         "RULER: several queries and values, variable tracing, length",
-        "word lists are there, a generator is not",
-        NONE,
+        "the tasks are written (`bench/quality/needles.py`) and a part asks them, on the default "
+        "model; it was not run",
+        f"{FIGURES} needles",
         "not had here",
     ),
     Claim(
@@ -312,17 +336,22 @@ QCFUSE = (
     Claim(
         "Fig. 15",
         "share of anchors",
-        "a share can be asked for (`qcfuse:20%`), no bench walks over it",
-        NONE,
-        "not had here",
+        "KL gap recovered at 15 %, no anchors / 5 / 10 / 20 / 50 % by KVzip / the full context: "
+        "{figures-cpu:anchor_share}; 10 % by first tokens / key norm / KVzip "
+        "{figures-cpu:anchor_rule}",
+        f"{FIGURES} anchors",
+        "mixed, on 12 questions with wide intervals: a tenth by KVzip shows no gain over no "
+        "anchors, a fifth does",
     ),
     Claim(
         "Fig. 16",
         "first, middle, last, all or profiled layers",
-        "calibration prints recall of each layer and of all; the quality of answers by layer is "
-        "not measured",
-        "kvweave calibrate layers",
-        "equal, in direction: all layers are behind the best one",
+        "KL gap recovered at 15 %: {figures-cpu:layers} (first / middle / last / all / best of the "
+        "profile / its best three); the middle {figures-cpu:layer_middle}, the best of the profile "
+        "{figures-cpu:layer_profiled}",
+        f"{FIGURES} layers",
+        "contradicted, on 12 questions: the best layer of the profile is behind all layers, and "
+        "not ahead of the middle or the last",
     ),
 )
 

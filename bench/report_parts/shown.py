@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from report_parts.figures import Figure, Result, Run, listed, of_full, only, percent, pick, times
+from report_parts.shown_figures import FIGURES_CPU
 
 
 def code(*rooms: str) -> tuple[str, ...]:
@@ -616,6 +617,7 @@ SHOWN = (
         ),
         "The papers score models of 7B and more.",
     ),
+    FIGURES_CPU,
     Result(
         "ladder-cpu",
         code("fuse", "calibrate", "!calibrate/packaged"),
