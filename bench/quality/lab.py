@@ -232,7 +232,7 @@ class _Same:
     def __init__(self, stitched: Stitched) -> None:
         self._stitched = stitched
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         return self._stitched.unturned_kv(layer)
 
     def extras(self, name: str) -> Any:

@@ -5,7 +5,7 @@ KV is copied, or in scratch memory over chunks that lie once for all prompts (sh
 Whoever stitches, scores, recomputes or drifts asks a `PromptLayers` and does not know which it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from time import perf_counter
@@ -53,12 +53,8 @@ class PromptLayers(Protocol):
         """Let layers come ahead, if the source waits to be told."""
         ...
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
-        """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost.
-
-        `change` may write to what is laid before its keys are turned, as `unturned_kv` has it.
-        Returns whether it was called: only where that memory is the prompt's own.
-        """
+    def lay(self, layer: int) -> None:
+        """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost."""
         ...
 
     def lay_front(self) -> None:
@@ -147,11 +143,9 @@ class OwnLayers:
         self.kv = kv
         self._laid: set[int] = set()
         self._is_front_laid = False
-        self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self._waited_s = 0.0
         runs = request.runs(State.EXACT, State.REUSED)
         self._runs = [(run.start, run.stop) for run in runs]  # of the placed chunks
-        self._num_placed = sum(map(len, runs))
         kv.reserve(len(request.prompt_ids))
 
     @property
@@ -162,23 +156,16 @@ class OwnLayers:
         if self._placer is not None:
             self._placer.begin()
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+    def lay(self, layer: int) -> None:
         if layer in self._laid:
-            return False
+            return
         self.lay_front()
         keys, values = self.kv.keys(layer), self.kv.values(layer)
-        changes = False
         if self._runs and self._placer is not None:
             self._placer.lay(layer, keys, values)
         elif self._runs:
-            room = self._memory(keys, values)
-            stored = self._load(layer, room)
-            if change is not None and stored is room:
-                change(stored)
-                changes = True
-            self._turn_into(keys, values, stored)
+            self._turn_into(keys, values, self.unturned_kv(layer))
         self._laid.add(layer)
-        return changes
 
     def lay_front(self) -> None:
         """Lay the exact front of all layers. On a GPU that takes two orders instead of two for each
@@ -205,7 +192,10 @@ class OwnLayers:
         """Do nothing: shifts were added to the prompt's own copy."""
 
     def unturned_kv(self, layer: int) -> LayerKV:
-        return self._load(layer, None)
+        started_s = perf_counter()
+        stored = self._source.layer(layer)
+        self._waited_s += perf_counter() - started_s
+        return stored
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return self._source.extras(name)
@@ -213,20 +203,13 @@ class OwnLayers:
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
         return None if self._placer is None else self._placer.extra_tensors(name)
 
-    def _load(self, layer: int, out: LayerKV | None) -> LayerKV:
-        started_s = perf_counter()
-        stored = self._source.layer(layer, out)
-        self._waited_s += perf_counter() - started_s
-        return stored
-
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
         at = 0
         for start, end in self._runs:
             part = slice(at, at + end - start)
             turn = Angles(self._turn.cos[part], self._turn.sin[part])
             rotate(stored.k[part], turn, out=keys[start:end])
-            if stored.v.data_ptr() != values[start:].data_ptr():
-                values[start:end] = stored.v[part]
+            values[start:end] = stored.v[part]
             at += end - start
 
     @cached_property
@@ -235,13 +218,3 @@ class OwnLayers:
         placed = torch.cat([torch.arange(start, end) for start, end in self._runs])
         turn = self._decoder.angles(on_device(placed, self._decoder.device))
         return per_head(turn, self._decoder.spec.num_kv_heads)
-
-    def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
-        """Return where a source may decode to: values into their place, keys where they wait to be
-        turned. None where the chunks do not stand side by side: they are laid run by run then."""
-        if len(self._runs) != 1:
-            return None
-        if self._waiting is None:
-            self._waiting = torch.empty_like(keys[: self._num_placed])
-        start, end = self._runs[0]
-        return LayerKV(self._waiting, values[start:end])

@@ -14,7 +14,7 @@ For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV head
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -186,11 +186,11 @@ class SharedLayers:
         if self._source is not None and self._source.placer is not None:
             self._source.placer.begin()
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+    def lay(self, layer: int) -> None:
         """Write the exact front and all placed chunks to their positions, unless the scratch memory
         still holds the layer."""
         if self.kv.holds(layer):
-            return False
+            return
         keys, values = self.kv.keys(layer), self.kv.values(layer)
         self._fill(layer)
         coded, (moves, turn) = self._pool.codes(layer), self._plan
@@ -199,7 +199,6 @@ class SharedLayers:
             relocate(*pages, moves, turn, keys, values)
         else:  # the pages are those of the exact front, which has turn 0
             relocate_coded(*pages, coded, moves, turn, keys, values)
-        return False
 
     def lay_front(self) -> None:
         """Do nothing: the front is laid with each layer."""

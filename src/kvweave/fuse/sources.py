@@ -24,7 +24,7 @@ from kvweave.kernels.unpack import (
 )
 from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.format.objects import EncodedLayer, decode_joined
+from kvweave.kv.format.objects import EncodedLayer
 
 
 class ChunkLost(Exception):
@@ -43,12 +43,9 @@ class ChunkSource(Protocol):
         """Writes layers where they belong; None: this source only gives them."""
         ...
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
-        """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only.
-
-        A source that has to write them anyway writes them into `out`, if given, and returns it.
-        Raises ChunkLost when a chunk does not come.
-        """
+    def layer(self, layer: int) -> LayerKV:
+        """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only. Raises
+        ChunkLost when a chunk does not come."""
         ...
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
@@ -96,8 +93,8 @@ class LayerTransfer(Protocol):
 class StoredChunks:
     """Chunks on their way from the store, decoded as they are laid.
 
-    With compiled kernels it is its own LayerPlacer: 8-bit codes are decoded, turned and laid in one
-    go. Other codecs are decoded first.
+    With compiled kernels 8-bit codes are decoded, turned and laid in one go. Other codecs are
+    decoded first.
     """
 
     _decoder: FusionDecoder
@@ -110,9 +107,7 @@ class StoredChunks:
 
     @property
     def placer(self) -> "StoredChunks | None":
-        decoder = self._decoder
-        is_plain = self.lays and decoder.device.type == "cpu" and decoder.dtype == torch.float32
-        return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
+        return self if self.lays and self._decoder.device.type == "cpu" else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         started_s = time.perf_counter()
@@ -120,7 +115,8 @@ class StoredChunks:
         check_arrived(self._decoder, self._placed, arrived)
         groups = {_group_of_codes(encoded.codec) for encoded in arrived.values()}
         group = groups.pop() if len(groups) == 1 else None
-        if group is not None and takes_codes(keys, values):
+        can_lay = can_lay_codes(self._decoder.spec.head_dim) and takes_codes(keys, values)
+        if group is not None and can_lay:
             chunks = [
                 StoredCodes(arrived[span.key].data, span.num_tokens, span.start)
                 for span in self._placed
@@ -152,18 +148,16 @@ class StoredChunks:
         """Return the time spent waiting for bytes, and decoding and laying them."""
         return self._laid_s
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
         check_arrived(self._decoder, self._placed, arrived)
-        if out is None or out.k.device.type != "cpu":
-            decoded = {key: encoded.decode() for key, encoded in arrived.items()}
-            parts = [decoded[span.key] for span in self._placed]
-            device = self._decoder.device
-            return LayerKV(
-                torch.cat([kv.k for kv in parts]).to(device),
-                torch.cat([kv.v for kv in parts]).to(device),
-            )
-        return decode_joined([arrived[span.key] for span in self._placed], out)
+        decoded = {key: encoded.decode() for key, encoded in arrived.items()}
+        parts = [decoded[span.key] for span in self._placed]
+        device = self._decoder.device
+        return LayerKV(
+            torch.cat([kv.k for kv in parts]).to(device),
+            torch.cat([kv.v for kv in parts]).to(device),
+        )
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
         return {key: bytes(data) for key, data in self._layers.extras(name).items()}
@@ -208,7 +202,7 @@ class ComputedChunks:
             for same in zip(*chunks, strict=True)
         ]
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         return self._layers[layer]
 
     def extras(self, name: str) -> Mapping[ChunkKey, bytes]:

@@ -5,7 +5,7 @@ that scores at the last layer. Bytes that were loaded for scoring are therefore 
 Where the layers lie is the business of `PromptLayers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,9 +42,9 @@ class Stitched:
         self.tables: PassTables | None = None  # None: not made ahead
         self.placed = positions_of(request.runs(State.EXACT, State.REUSED))  # [N]
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+    def lay(self, layer: int) -> None:
         """Bring a layer into the buffer: see `PromptLayers.lay`."""
-        return self.layers.lay(layer, change)
+        self.layers.lay(layer)
 
     def make_tables(self) -> None:
         """Make what a pass needs whichever rows it computes, and lay its first layer if nothing is

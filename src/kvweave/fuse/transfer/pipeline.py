@@ -196,12 +196,11 @@ class PipelinedChunks:
         placement.lay(slot.data, _place(slot, layer), keys, values)
         self._give_back(slot)
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         slot, placement = self._take(layer)
-        if out is None:
-            spec, dtype = self._decoder.spec, self._decoder.dtype
-            shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
-            out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
+        spec, dtype = self._decoder.spec, self._decoder.dtype
+        shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
+        out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
         placement.write_unturned(slot.data, _place(slot, layer), out.k, out.v)
         self._give_back(slot)
         return out
