@@ -178,7 +178,7 @@ class EngineTarget:
             codec = library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
         opens = partial(open_log, runtime, library)
-        self.auditor = Auditor(runtime.client, settings.audit, opens, self._catch_up)
+        self.auditor = Auditor(runtime.client, settings.usual.quality, opens, self._catch_up)
         self.router = Router(runtime, library or self.documents, self.measured, self.auditor)
         self.calibration: SelfCalibration | None = None
         if library is not None and library.kv.worth.evidence.is_asked:
