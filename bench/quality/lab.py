@@ -233,10 +233,10 @@ class _Same:
         self._stitched = stitched
 
     def layer(self, layer: int) -> LayerKV:
-        return self._stitched.unturned_kv(layer)
+        return self._stitched.layers.unturned_kv(layer)
 
     def extras(self, name: str) -> Any:
-        return self._stitched.extras(name)
+        return self._stitched.layers.extras(name)
 
 
 def _judged(trials: Trials, logits: torch.Tensor, answer: Sequence[int]) -> list[Any]:

@@ -126,17 +126,17 @@ def test_a_layer_is_laid_once_and_in_any_order(decoder: Decoder) -> None:
             asked[layer] += 1
             return self._source.layer(layer)
 
-        def extras(self, name: str) -> dict[object, bytes]:
+        def extras(self, name: str) -> dict[object, object]:
             return {}
 
     world = World(decoder)
     kv = decoder.new_kv(1)
     stitched = stitch(decoder, world.request, world.prefix, Counting(world), kv)  # type: ignore[arg-type]
     for layer in (2, 0, 1, 2, 0):
-        stitched.lay(layer)
+        stitched.layers.lay(layer)
     assert asked == {0: 1, 1: 1, 2: 1}
     kv.keys(1)[20] = 7.0  # what the pass has written stays
-    stitched.lay(1)
+    stitched.layers.lay(1)
     assert bool((stitched.keys(1)[20] == 7.0).all())
 
 

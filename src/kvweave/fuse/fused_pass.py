@@ -94,7 +94,7 @@ def fused_pass(
     times: list[LayerTimes] = []
     for layer in range(last + 1):
         started_s = time.perf_counter()
-        stitched.lay(layer)
+        stitched.layers.lay(layer)
         laid_s = time.perf_counter()
         counts.append(len(running.positions))
         keys, values = kv.keys(layer), kv.values(layer)

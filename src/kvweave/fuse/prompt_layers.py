@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -84,31 +84,26 @@ class PromptLayers(Protocol):
         """Return chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
         ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """The extra `name` of the placed chunks that have it."""
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """The extra `name` of the placed chunks that have it: see `ChunkSource.extras`."""
         ...
 
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
-        """The extra `name` as tensors to copy to the device; None: there are bytes only."""
-        ...
+
+class PromptAttempt(NamedTuple):
+    """One attempt at a prompt: it is made again without the chunks that were lost in it."""
+
+    decoder: FusionDecoder
+    request: FuseRequest
+    front: Prefix  # the exact KV before its chunks
+    transfer: LayerTransfer  # brings what is not there yet,
+    needs: Needs  # in the order that a selector wants it
 
 
 class PromptRoom(Protocol):
     """Where the KV of one prompt lies before, during and after its pass. For the pass's thread."""
 
-    def open(
-        self,
-        decoder: FusionDecoder,
-        request: FuseRequest,
-        front: Prefix,
-        transfer: LayerTransfer,
-        needs: Needs,
-    ) -> AbstractContextManager[PromptLayers]:
-        """Open the layers of one attempt at the prompt.
-
-        `front` is the exact KV before its chunks; `transfer` brings what is not there yet, in the
-        order that a selector `needs`.
-        """
+    def open(self, attempt: PromptAttempt) -> AbstractContextManager[PromptLayers]:
+        """Open the layers of the prompt for one attempt."""
         ...
 
     def note_pass_ordered(self) -> None:
@@ -197,11 +192,8 @@ class OwnLayers:
         self._waited_s += perf_counter() - started_s
         return stored
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return self._source.extras(name)
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
-        return None if self._placer is None else self._placer.extra_tensors(name)
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
         at = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +49,9 @@ class ChunkSource(Protocol):
         ChunkLost when a chunk does not come."""
         ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """The extra `name`, stored beside the chunk KV; chunks without it are left out."""
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """The extra `name` of the chunks that have it, as uint8 tensors in host memory. They may be
+        copied from, not written to."""
         ...
 
 
@@ -63,11 +65,6 @@ class LayerPlacer(Protocol):
 
     def begin(self) -> None:
         """Let layers come. The layers that a selector wants first were asked for before."""
-        ...
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        """Return the extra `name` of the chunks that have it, as uint8 tensors in host memory. They
-        may be copied from, not written to."""
         ...
 
     def stalled_s(self) -> float:
@@ -84,8 +81,6 @@ class LayerTransfer(Protocol):
 
     def whole(self, keys: Iterable[ChunkKey]) -> Sequence[Tensor] | None: ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
-
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
@@ -100,14 +95,13 @@ class StoredChunks:
     _decoder: FusionDecoder
     _placed: Sequence[ChunkSpan]
     _layers: LayerTransfer
-    # chunks go to their places in the prompt; else whoever asks puts them elsewhere, and there is
-    # no placer
-    lays: bool = True
+    # [N] where tokens go, each turned to its place in its chunk; None: to its place in the prompt
+    _slots: Tensor | None = None
     _laid_s: float = 0.0
 
     @property
     def placer(self) -> "StoredChunks | None":
-        return self if self.lays and self._decoder.device.type == "cpu" else None
+        return self if self._decoder.device.type == "cpu" else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         started_s = time.perf_counter()
@@ -116,7 +110,7 @@ class StoredChunks:
         groups = {_group_of_codes(encoded.codec) for encoded in arrived.values()}
         group = groups.pop() if len(groups) == 1 else None
         can_lay = can_lay_codes(self._decoder.spec.head_dim) and takes_codes(keys, values)
-        if group is not None and can_lay:
+        if self._slots is None and group is not None and can_lay:
             chunks = [
                 StoredCodes(arrived[span.key].data, span.num_tokens, span.start)
                 for span in self._placed
@@ -127,22 +121,26 @@ class StoredChunks:
             for span in self._placed:
                 stored, end = arrived[span.key].decode(), at + span.num_tokens
                 turn = Angles(self._turn.cos[at:end], self._turn.sin[at:end])
-                rotate(stored.k, turn, out=keys[span.start : span.end])
-                values[span.start : span.end] = stored.v
+                if self._slots is None:
+                    rotate(stored.k, turn, out=keys[span.start : span.end])
+                    values[span.start : span.end] = stored.v
+                else:
+                    rows = self._slots[at:end]
+                    keys[rows] = rotate(stored.k.to(keys.dtype), turn)
+                    values[rows] = stored.v.to(values.dtype)
                 at = end
         self._laid_s += time.perf_counter() - started_s
 
     @cached_property
     def _turn(self) -> Angles:
-        """Angles of all placed tokens."""
-        runs = [torch.arange(span.start, span.end) for span in self._placed]
+        """Angles that all placed tokens are turned by."""
+        starts = [span.start if self._slots is None else 0 for span in self._placed]
+        spans = zip(starts, self._placed, strict=True)
+        runs = [torch.arange(start, start + span.num_tokens) for start, span in spans]
         return self._decoder.angles(torch.cat(runs))
 
     def begin(self) -> None:
         """Do nothing: layers come by themselves."""
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:
         """Return the time spent waiting for bytes, and decoding and laying them."""
@@ -159,8 +157,8 @@ class StoredChunks:
             torch.cat([kv.v for kv in parts]).to(device),
         )
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return {key: bytes(data) for key, data in self._layers.extras(name).items()}
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return self._layers.extra_tensors(name)
 
 
 def _group_of_codes(codec: Codec) -> int | None:
@@ -196,7 +194,7 @@ class ComputedChunks:
         extras: Mapping[str, Mapping[ChunkKey, bytes]] | None = None,
     ) -> None:
         """`chunks` in prompt order, each as `encode_chunks` made it."""
-        self._extras = extras or {}
+        self.blobs = extras or {}  # by name
         self._layers = [
             LayerKV(torch.cat([kv.k for kv in same]), torch.cat([kv.v for kv in same]))
             for same in zip(*chunks, strict=True)
@@ -205,5 +203,6 @@ class ComputedChunks:
     def layer(self, layer: int) -> LayerKV:
         return self._layers[layer]
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return self._extras.get(name, {})
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        blobs = self.blobs.get(name, {}).items()
+        return {key: torch.from_numpy(np.frombuffer(b, np.uint8).copy()) for key, b in blobs}

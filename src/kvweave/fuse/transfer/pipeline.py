@@ -103,7 +103,7 @@ def open_source(
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
     A placer lays them to `slots` if there are any: see Placement."""
     if decoder.device.type != "cuda" or not placed:
-        yield StoredChunks(decoder, placed, layers, lays=slots is None)
+        yield StoredChunks(decoder, placed, layers, slots)
         return
     ring = RINGS.take(decoder.device)
     # without a question to push through first, the pass or the scoring takes layers at once
@@ -205,10 +205,7 @@ class PipelinedChunks:
         self._give_back(slot)
         return out
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return {key: bytes(data) for key, data in self._layers.extras(name).items()}
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:
