@@ -23,12 +23,12 @@ from rich.table import Table
 
 from common.files import read_jsonl
 from common.results import finish, result_header
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import BOUND, Sampling, Weave
 from kvweave.calibrate.profiles import Profile
-from kvweave.config import ModelChoice, WeaveConfig
+from kvweave.config import ModelChoice, QualitySettings, WeaveConfig
 
 LIE = "reuse"  # said to cost nothing at ratio 0
 WAIT_S = 600.0
@@ -46,8 +46,8 @@ def main() -> None:
             raise SystemExit(f"{args.model} was never calibrated: there is no table to falsify")
         base.measure()
         for name, profile in (("wrong", falsified(own)), ("own", own)):
-            audit = AuditConfig(args.share, per_minute=args.per_minute)
-            settings = AnswerSettings(profile=profile, audit=audit)
+            quality = QualitySettings(audit_share=args.share, audit_per_minute=args.per_minute)
+            settings = AnswerSettings(profile=profile, usual=QuestionDefaults(quality))
             with base.over(Path(folder) / name, KVOptions(), settings) as weave:
                 weave.ingest(*paragraphs, chunk_kv=True)
                 found[name] = run(weave, questions, args)
@@ -70,8 +70,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--paragraphs", type=int, default=40)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--share", type=float, default=AuditConfig().share)
-    parser.add_argument("--per-minute", type=int, default=AuditConfig().per_minute)
+    parser.add_argument("--share", type=float, default=QualitySettings().audit_share)
+    parser.add_argument("--per-minute", type=int, default=QualitySettings().audit_per_minute)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     return parser.parse_args()

@@ -23,15 +23,15 @@ import numpy as np
 from common.files import read_jsonl
 from common.results import finish, result_header
 from kvweave.app.answer.answer_stream import WatchedTokens
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.quality_view import measure_quality
 from kvweave.app.library.library_kv import BackgroundKV, KVOptions
 from kvweave.app.weave import BOUND, Sampling, Weave
 from kvweave.calibrate.bootstrap import Bootstrap
 from kvweave.calibrate.gate import MAX_FLIPS
 from kvweave.calibrate.own_evidence import EvidenceState
-from kvweave.config import ModelChoice, WeaveConfig
+from kvweave.config import ModelChoice, QualitySettings, WeaveConfig
 
 # base → file, and records that its passages come from
 BASES = {
@@ -93,7 +93,8 @@ def run(
     base: Weave, folder: Path, passages: dict[str, tuple[str, str]], questions: Sequence[str]
 ) -> dict[str, Any]:
     """Ask the real questions before and after the base has asked itself."""
-    settings = AnswerSettings(audit=AuditConfig(share=0.0))  # nothing else moves the gate
+    # nothing else moves the gate
+    settings = AnswerSettings(usual=QuestionDefaults(QualitySettings(audit_share=0.0)))
     # titles are of articles: a document each wants its own
     named = [(f"{title} {i}", text) for i, (title, text) in enumerate(passages.values())]
     with base.over(folder, KVOptions(), settings) as weave:

@@ -22,7 +22,6 @@ from kvweave.config import (
     QualitySettings,
     SamplingSettings,
     ServerSettings,
-    SpeculationSettings,
     StoreSettings,
     WeaveConfig,
     given_values,
@@ -336,23 +335,18 @@ def test_only_what_is_set_is_given_on() -> None:
     }
 
 
-def test_the_keys_of_engine_speculation_and_sampling_are_fields_of_theirs() -> None:
-    from kvweave.app.answer.settings import SpeculationConfig
+def test_the_keys_of_engine_and_sampling_are_fields_of_theirs() -> None:
     from kvweave.engine.config import EngineConfig
     from kvweave.engine.sampling import Sampling
 
-    theirs = {
-        EngineSettings: EngineConfig,
-        SpeculationSettings: SpeculationConfig,
-        SamplingSettings: Sampling,
-    }
+    theirs = {EngineSettings: EngineConfig, SamplingSettings: Sampling}
     for ours, other in theirs.items():
         assert {f.name for f in fields(ours)} <= {f.name for f in fields(other)}
 
 
 def test_the_defaults_are_those_of_the_parts() -> None:
     from kvweave.app.answer.question import BOUND, TOP_K, Question
-    from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
+    from kvweave.app.answer.settings import AnswerSettings
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library import DEFAULT_EMBEDDER
     from kvweave.plan.ordering import PROMOTION, WINDOW
@@ -361,7 +355,6 @@ def test_the_defaults_are_those_of_the_parts() -> None:
     library, quality, server = LibrarySettings(), QualitySettings(), ServerSettings()
     assert (library.embedder, library.promotion, library.k) == (DEFAULT_EMBEDDER, PROMOTION, TOP_K)
     assert (quality.bound, quality.order) == (BOUND, Question("q").permission)
-    assert SpeculationSettings().mode == SpeculationConfig().mode
     assert PlannerSettings() == AnswerSettings().planner == LibrariesConfig().planner
     assert PlannerSettings().window == WINDOW
     assert server.open_kbs == LibrariesConfig().open_most

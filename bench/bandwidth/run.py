@@ -107,10 +107,6 @@ class Throttled:
     def whole(self, keys: Iterable[ChunkKey]) -> None:
         """Never: layers come one by one."""
 
-    def extras(self, name: str) -> Mapping[ChunkKey, memoryview]:
-        self._sleep_until(self._extras_due)
-        return self._transfer.extras(name)
-
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
         self._sleep_until(self._extras_due)
         return self._transfer.extra_tensors(name)

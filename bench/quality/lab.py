@@ -232,11 +232,11 @@ class _Same:
     def __init__(self, stitched: Stitched) -> None:
         self._stitched = stitched
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
-        return self._stitched.unturned_kv(layer)
+    def layer(self, layer: int) -> LayerKV:
+        return self._stitched.layers.unturned_kv(layer)
 
     def extras(self, name: str) -> Any:
-        return self._stitched.extras(name)
+        return self._stitched.layers.extras(name)
 
 
 def _judged(trials: Trials, logits: torch.Tensor, answer: Sequence[int]) -> list[Any]:

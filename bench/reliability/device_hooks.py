@@ -135,9 +135,9 @@ class DeviceHooks:
                         part.fill_(0xFF)  # in every float format no number
                     slot.copied.record(ring._stream)  # type: ignore[union-attr]
 
-        def layer(source: StoredChunks, layer: int, out: Any = None) -> Any:
+        def layer(source: StoredChunks, layer: int) -> Any:
             rule = self._at_layers(range(layer, layer + 1))
-            found = real_layer(source, layer, out)
+            found = real_layer(source, layer)
             if rule is not None and rule.kind == CORRUPTED:
                 found.k.fill_(float("nan"))
             return found

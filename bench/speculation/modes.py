@@ -19,7 +19,7 @@ from kvweave.app.answer.guessing import Paces, PrefillPace
 from kvweave.app.answer.notes import AnswerNotes, RetrievedChunk
 from kvweave.app.answer.question import Question, SpeculationMode
 from kvweave.app.answer.searching import Searcher
-from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.answer.stages import (
     Asked,
     LaidOut,
@@ -31,6 +31,7 @@ from kvweave.app.answer.stages import (
 )
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.runtime import EngineClient
+from kvweave.config import SpeculationSettings
 from kvweave.corpus.knowledge_base import KnowledgeBase
 from kvweave.corpus.search import SearchOptions
 from kvweave.engine.request import EngineRequest, Ticket
@@ -80,7 +81,7 @@ class Mode:
         self._eos_ids = bench.eos_ids
         self.paces = Paces()
         self.max_guesses = GUESSES_ON_CPU if bench.device.type == "cpu" else GUESSES_ON_DEVICE
-        settings = AnswerSettings(speculation=SpeculationConfig(name), paces=self.paces)
+        settings = AnswerSettings(speculation=SpeculationSettings(name), paces=self.paces)
         kb, target = cast(KnowledgeBase, bench.kb), cast("Target[Any, Any]", self)
         self.speculation = Searcher(kb, target, settings)
 

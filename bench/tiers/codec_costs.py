@@ -26,16 +26,20 @@ def bench_codecs(args: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for name, codec in CODECS.items():
         data = torch.empty(codec.num_bytes(shape), dtype=torch.uint8)
-        out = LayerKV(torch.empty_like(kv.k), torch.empty_like(kv.v))
         runs = {
             "encode": lambda c=codec, d=data: [c.encode(kv, d) for _ in range(50)],
-            "decode": lambda c=codec, d=data, o=out: [c.decode(d, shape, o) for _ in range(50)],
+            "decode": lambda c=codec, d=data: [c.decode(d, shape) for _ in range(50)],
         }
         speed = {
             what: round(50 * raw_bytes / statistics.median(seconds) / 1e9, 2)
             for what, seconds in alternate(runs, args.repeats).items()
         }
-        error = torch.cat([(a.float() - b.float()).flatten() for a, b in zip(out, kv, strict=True)])
+        error = torch.cat(
+            [
+                (a.float() - b.float()).flatten()
+                for a, b in zip(codec.decode(data, shape), kv, strict=True)
+            ]
+        )
         scale = torch.cat([x.float().flatten() for x in kv]).norm()
         rows.append(
             {
@@ -62,7 +66,6 @@ def bench_layer0(args: argparse.Namespace) -> list[dict[str, object]]:
     shape = LayerShape(args.tokens, decoder.spec.num_kv_heads, decoder.spec.head_dim, args.dtype)
     with torch.inference_mode(), tempfile.TemporaryDirectory(dir=args.data) as folder:
         made = decoder.qkv(0, decoder.embed(ids))
-        out = LayerKV(torch.empty_like(made.k), torch.empty_like(made.v))
 
         def recompute() -> None:
             for _ in range(20):
@@ -78,7 +81,7 @@ def bench_layer0(args: argparse.Namespace) -> list[dict[str, object]]:
             digest = checksum_of(ALGORITHM)
             times = alternate(
                 {
-                    "bring": partial(bring_layer, path, data, digest, codec, shape, out),
+                    "bring": partial(bring_layer, path, data, digest, codec, shape),
                     "recompute": recompute,
                 },
                 args.repeats,
@@ -94,11 +97,10 @@ def bring_layer(
     digest: Callable[[memoryview], int],
     codec: Codec,
     shape: LayerShape,
-    out: LayerKV,
 ) -> None:
     view = memoryview(data.numpy())
     with path.open("rb", buffering=0) as file:
         for _ in range(20):
             os.preadv(file.fileno(), [view], 0)
             digest(view)
-            codec.decode(data, shape, out)
+            codec.decode(data, shape)

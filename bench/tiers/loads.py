@@ -116,7 +116,9 @@ def stream_layers(
             for layer in range(num_layers):
                 for encoded in transfer.wait_layer(layer).values():
                     if out is not None:
-                        encoded.decode(out)
+                        made = encoded.decode()
+                        out.k.copy_(made.k)
+                        out.v.copy_(made.v)
             assert not transfer.lost, transfer.lost
             assert not lease.missing, lease.missing
 

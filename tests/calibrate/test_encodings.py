@@ -20,7 +20,7 @@ from kvweave.calibrate.measure import Setting, measure
 from kvweave.fuse.encode.chunk_encoder import ChunkEncoder
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
 from kvweave.fuse.encode.contexts import neighbour_prefix
-from kvweave.fuse.encode.extras import compute_extras, unpack_anchors
+from kvweave.fuse.encode.extras import compute_extras
 from kvweave.fuse.encode.neighbour_encoder import NeighbourEncoder
 from kvweave.fuse.encode.preparation import Preparation, Texts
 from kvweave.fuse.protocol import Prefix
@@ -34,6 +34,7 @@ from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
 from kvweave.text.tokenizer import Tokenizer
 from kvweave.types import Chunk, ChunkId
+from worlds.fuse import unpack_anchors
 from worlds.kv import make_context
 
 RNG = random.Random(3)
@@ -143,7 +144,7 @@ def test_anchors_lie_beside_every_chunk_and_come_from_behind_its_own_neighbours(
     decoder: Decoder,
 ) -> None:
     made = behind(decoder).prepare(CASE, [KVZIP])
-    found = made.extras(KVZIP)
+    found = made.blobs[KVZIP]
     assert list(found) == list(CASE.keys)
     prefix = prefix_of(decoder, (E, F))
     layers = encode_chunks(decoder, prefix, [D])
@@ -154,7 +155,7 @@ def test_anchors_lie_beside_every_chunk_and_come_from_behind_its_own_neighbours(
     torch.testing.assert_close(here.keys, there.keys)
     torch.testing.assert_close(here.values, there.values)
     isolated = FixedContext(decoder, ContextPrefixes(decoder), "isolated", (), REPEAT)
-    alone = isolated.prepare(CASE, [KVZIP]).extras(KVZIP)
+    alone = isolated.prepare(CASE, [KVZIP]).blobs[KVZIP]
     assert found[CASE.keys[0]] == alone[CASE.keys[0]]
     assert found[CASE.keys[3]] != alone[CASE.keys[3]]
 

@@ -175,7 +175,7 @@ def test_a_run_in_which_recomputing_everything_differs_is_void(
 
         def prepare(self, case: Case, extras: Sequence[str]) -> ComputedChunks:
             wrong = encode_prefix(decoder, [*case.preamble, *range(5, 25)])
-            beside = {KVZIP: isolated.prepare(case, [KVZIP]).extras(KVZIP)}
+            beside = {KVZIP: isolated.prepare(case, [KVZIP]).blobs[KVZIP]}
             return ComputedChunks(encode_chunks(decoder, wrong, case.chunks), beside)
 
     with pytest.raises(ModelError, match="calibration is void"):

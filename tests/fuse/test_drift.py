@@ -50,7 +50,7 @@ def move(
     decoder, request = world.decoder, world.request
     kv: SequenceKV = decoder.new_kv(1)
     stitched = world.stitched(kv)
-    stitched.lay(layer)
+    stitched.layers.lay(layer)
     g = torch.Generator().manual_seed(1)
     shape = (1, decoder.spec.num_kv_heads, decoder.spec.head_dim)
     change = LayerKV(torch.randn(shape, generator=g), torch.randn(shape, generator=g))
@@ -61,7 +61,7 @@ def move(
         if position in chosen:
             at = int(torch.searchsorted(stitched.placed, position))
             sway = noise * (1 if chosen.index(position) % 2 else -1)
-            stored = stitched.unturned_kv(layer)
+            stored = stitched.layers.unturned_kv(layer)
             fresh_k[i] = stored.k[at] + change.k[0] + sway
             fresh_v[i] = stored.v[at] + change.v[0] + sway
     before = LayerKV(kv.keys(layer).clone(), kv.values(layer).clone())

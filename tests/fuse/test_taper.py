@@ -208,9 +208,6 @@ def test_the_second_mover_is_made_when_it_is_its_turn(world: World) -> None:
         def move(self, layer: int, *_: object) -> None:
             calls.append((self.name, layer))
 
-        def change(self, layer: int, *_: object) -> None:
-            calls.append((self.name, layer))
-
     calls: list[tuple[str, int]] = []
     made: list[str] = []
 
@@ -223,6 +220,6 @@ def test_the_second_mover_is_made_when_it_is_its_turn(world: World) -> None:
         relay.move(layer, None, None, None)  # type: ignore[arg-type]
     assert made == []
     for layer in (2, 3, 1):
-        relay.change(layer, None, None, None)  # type: ignore[arg-type]
+        relay.move(layer, None, None, None)  # type: ignore[arg-type]
     assert made == ["behind"]
     assert calls == [("first", 0), ("first", 1), ("behind", 2), ("behind", 3), ("first", 1)]

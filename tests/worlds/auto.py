@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
-from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.auto.auto_planner import AutoPlanner
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.library.kv_behind import PreambleKey
@@ -18,6 +18,7 @@ from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.gate import OWN, Cell, Table
 from kvweave.calibrate.profiles import Profile, save_profile, user_path
+from kvweave.config import QualitySettings
 from kvweave.fuse.encode.contexts import Variant, digest_ids, filler_ids, variant_name
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, TierConfig
 from kvweave.model.decoder import Decoder
@@ -54,7 +55,9 @@ class World:
 
     def open(self, settings: AnswerSettings | None = None) -> Weave:
         """Unless `settings` say so, nothing is audited: tests count what is computed."""
-        settings = settings or AnswerSettings(audit=AuditConfig(share=0.0))
+        settings = settings or AnswerSettings(
+            usual=QuestionDefaults(QualitySettings(audit_share=0.0))
+        )
         kb = open_kb(self.folder, self.tokenizer, chunk_tokens=256)
         tiers: tuple[TierConfig, ...] = (
             HostTierConfig(1 << 26),

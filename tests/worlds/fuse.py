@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from kvweave.fuse.encode.chunk_pass import encode_chunks, encode_prefix
-from kvweave.fuse.encode.extras import INTER, choose_anchors, kvzip_scores, pack_anchors
+from kvweave.fuse.encode.extras import (
+    INTER,
+    Anchors,
+    choose_anchors,
+    kvzip_scores,
+    pack_anchors,
+    view_anchors,
+)
 from kvweave.fuse.fuse import Fused, fuse
 from kvweave.fuse.prefill import Prefilled as StoredPrefill
 from kvweave.fuse.prefill import PromptFrame, StoredPrompt
@@ -30,7 +37,6 @@ from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.objects import (
     EncodedLayer,
     PackedChunk,
-    extra_of,
     extra_tensor,
     layer_of,
     layers_of,
@@ -222,10 +228,6 @@ class Packed:
         found = [self.chunks.get(key) for key in keys]
         return None if None in found else [layers_of(p.header, p.memory) for p in found if p]
 
-    def extras(self, name: str) -> dict[ChunkKey, memoryview]:
-        found = {key: extra_of(p.header, p.memory, name) for key, p in self.chunks.items()}
-        return {key: data for key, data in found.items() if data is not None}
-
     def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
         found = {key: extra_tensor(p.header, p.memory, name) for key, p in self.chunks.items()}
         return {key: data for key, data in found.items() if data is not None}
@@ -257,3 +259,8 @@ def assert_same_kv(
             atol=tolerance,
             rtol=tolerance,
         )
+
+
+def unpack_anchors(blob: bytes) -> Anchors:
+    """What `pack_anchors` wrote."""
+    return view_anchors(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))

@@ -251,12 +251,12 @@ class OwnEvidence:
         """What is measured. Where something is let through, what is less than that; nothing where
         that strategy is none of those that chunk KV alone is enough for."""
         if self.allowed is None:
-            return tuple(SettingName(self._chosen(), ratio) for ratio in RATIOS)
+            return tuple(SettingName(self._choose_candidate(), ratio) for ratio in RATIOS)
         name, most = self.allowed.strategy, self.allowed.ratio
         ratios = RATIOS if name in CANDIDATES else ()
         return tuple(SettingName(name, ratio) for ratio in ratios if ratio < most)
 
-    def _chosen(self) -> str:
+    def _choose_candidate(self) -> str:
         """The candidate that cost least in the screening, with close calls computed again."""
 
         def cost(name: str) -> float:

@@ -240,8 +240,6 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
     """Where knowledge bases are: under the root, and at `folders` as --kb names them. Where those
     are named and no root is, none but those can be reached or made."""
     from kvweave.app.answer.question import QuestionDefaults
-    from kvweave.app.answer.settings import SpeculationConfig
-    from kvweave.app.audit.auditor import AuditConfig
     from kvweave.app.libraries.libraries import LibrariesConfig
     from kvweave.app.library.library_kv import BackgroundKV, KVOptions
     from kvweave.corpus.parsers import ParseLimits
@@ -257,10 +255,9 @@ def make_places(config: WeaveConfig, folders: Sequence[str]) -> "LibrariesConfig
         folders=parse_folders(folders),
         embedder=config.library.embedder,
         kv=replace(KVOptions.from_config(config), background=BackgroundKV.from_config(config)),
-        speculation=SpeculationConfig(**given_values(config.speculation)),
+        speculation=config.speculation,
         usual=QuestionDefaults.from_config(config),
         planner=config.planner,
-        audit=AuditConfig.from_config(config.quality),
         promotion=config.library.promotion,
         parsing=ParseLimits(
             seconds=config.library.parse_s, memory_bytes=config.library.parse_bytes

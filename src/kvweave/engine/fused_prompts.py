@@ -24,14 +24,12 @@ from kvweave.engine.page_manager import PageManager
 from kvweave.engine.prefixes import ExactPrefixes
 from kvweave.engine.sequence import EngineSequence
 from kvweave.engine.tombstones import Tombstones
-from kvweave.fuse.needs import Needs
 from kvweave.fuse.prefill import OrderedPrefill, PromptFrame, StoredPrompt, scores_rows
-from kvweave.fuse.prompt_layers import PromptRoom
-from kvweave.fuse.protocol import FusionDecoder, Meanwhile, Prefix
+from kvweave.fuse.prompt_layers import PromptAttempt, PromptRoom
+from kvweave.fuse.protocol import Meanwhile
 from kvweave.fuse.record import JOINED, STREAMED, WHOLE
 from kvweave.fuse.request import ChunkSpan, FuseRequest
 from kvweave.fuse.shared_chunks import ScratchMemory, SharedLayers, Slots
-from kvweave.fuse.sources import LayerTransfer
 from kvweave.fuse.strategy import Strategy
 from kvweave.fuse.transfer.rooms import OwnRoom, open_shared
 from kvweave.kernels.segments import KERNEL_ROWS
@@ -187,15 +185,8 @@ class ChunkRoom:
         self._shifts = dict(zip(starts, slots.tolist(), strict=True))
         return slots
 
-    def open(
-        self,
-        decoder: FusionDecoder,
-        request: FuseRequest,
-        front: Prefix,
-        transfer: LayerTransfer,
-        needs: Needs,
-    ) -> AbstractContextManager[SharedLayers]:
-        return open_shared(decoder, request, self, self._scratch, front, transfer, needs)
+    def open(self, attempt: PromptAttempt) -> AbstractContextManager[SharedLayers]:
+        return open_shared(attempt, self, self._scratch)
 
     def note_pass_finished(self, load_s: float, rounded: set[ChunkKey]) -> None:
         """Mark the chunks as filled, and drop the lease on those that are not read: chunks that

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvweave.engine.bad_pages import is_bad_chunk
-from kvweave.engine.chunk_pages import ChunkPages, WantedChunk
+from kvweave.engine.chunk_pages import ChunkLease, ChunkPages, WantedChunk
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.pages import PageAllocator
 from kvweave.engine.prefixes import ExactPrefixes
@@ -144,14 +144,14 @@ class PageManager:
         """Give a sequence pages for all it knows, if a page is left for each of the others to grow.
         False: not now."""
         if self._reads_chunks(sequence):
-            if self._admit_segmented(sequence):
+            if self._admit_pages(sequence, reads_chunks=True):
                 return True
             if self._holding:
                 return False
             # Chunks end inside pages that nobody else fills up: in a pool that one prompt fills,
             # it may have room for a copy alone.
             sequence.copies = True
-        place = self._admit_run if sequence.progress.own_step else self._admit_shared
+        place = self._admit_run if sequence.progress.own_step else self._admit_pages
         if place(sequence):
             return True
         if self._holding or sequence.progress.background:
@@ -165,25 +165,44 @@ class PageManager:
         self._prefixes.unpin()
         return place(sequence)
 
-    def _admit_shared(self, sequence: EngineSequence) -> bool:
+    def _admit_pages(self, sequence: EngineSequence, *, reads_chunks: bool = False) -> bool:
         """Admit a sequence that reads what the tree has where it lies, and gets pages of its own
-        for the rest."""
-        lease, shared, cached = self._match(sequence)
+        for what is computed. One that `reads_chunks` finds its chunks in shared pages: those that
+        have none yet get some."""
+        chunks, tenant = self._chunks, sequence.request.namespace
+        lease, front, cached = self._match(sequence)
         page = self._pool.page_tokens
         whole = cached // page  # pages that it reads and never writes
-        wanted = -(-sequence.progress.known // page) - whole
-        if not self._make_free(wanted + len(self._holding)):
-            if lease is not None:
-                lease.release()
+        wanted, num_elsewhere, num_shifts = list[WantedChunk](), 0, 0
+        shared: ChunkLease | None = None
+        lacking = 0
+        if reads_chunks and chunks is not None:
+            part = sequence.fused_part
+            wanted, num_elsewhere = self._wanted_chunks(sequence, part, lease)
+            num_shifts = -(-len(wanted) // page) if part.shifts_chunks else 0
+            shared = chunks.hold(tenant, wanted)  # before others make room
+            lacking = chunks.missing_pages(tenant, wanted)
+        count = -(-(sequence.progress.known - num_elsewhere) // page) - whole
+        if not self._make_free(count + num_shifts + lacking + len(self._holding)):
+            for held in (shared, lease):
+                if held is not None:
+                    held.release()
             return False
-        own = self._allocator.take(wanted, shared[whole - 1] if whole else None)
+        if shared is not None and chunks is not None:
+            chunks.complete(shared, tenant, wanted)
+        own = self._allocator.take(count, front[whole - 1] if whole else None)
+        shifts = self._allocator.take(num_shifts)
         assert own is not None, "there were enough"
-        cached = self._continue_behind(shared, own, cached)
-        self._allocator.hold(shared[:whole])
-        sequence.kv = PagedKV(self._pool, [*shared[:whole], *own])
-        sequence.kv.reserve(cached)
-        sequence.progress.computed = cached
-        self._record_admission(sequence, lease, whole + wanted, cached)
+        assert shifts is not None, "for all"
+        cached = self._continue_behind(front, own, cached)
+        self._allocator.hold(front[:whole])
+        sequence.kv = PagedKV(self._pool, [*front[:whole], *own], shifts)
+        if shared is not None:  # its own step computes what it lacks
+            sequence.shared, sequence.present, cached = shared, cached, 0
+        else:
+            sequence.kv.reserve(cached)
+            sequence.progress.computed = cached
+        self._record_admission(sequence, lease, whole + count, cached)
         return True
 
     def _continue_behind(self, shared: Sequence[int], own: Sequence[int], cached: int) -> int:
@@ -218,40 +237,6 @@ class PageManager:
         if part is None or self._chunks is None or sequence.copies:
             return False
         return sequence.progress.own_step and can_share(part.strategy, len(self._pool.keys))
-
-    def _admit_segmented(self, sequence: EngineSequence) -> bool:
-        """Admit a fused request whose chunks lie in shared pages.
-
-        What the tree has is read where it lies, and own pages are for what is computed. Chunks that
-        have no pages yet get some.
-        """
-        chunks, part, tenant = self._chunks, sequence.request.fused, sequence.request.namespace
-        assert chunks is not None, "chunks are shared"
-        assert part is not None, "a fused request says how"
-        lease, front, cached = self._match(sequence)
-        wanted, num_shared = self._wanted_chunks(sequence, part, lease)
-        page = self._pool.page_tokens
-        whole = cached // page  # pages that it reads and never writes
-        count = -(-(sequence.progress.known - num_shared) // page) - whole
-        num_shifts = -(-len(wanted) // page) if part.shifts_chunks else 0
-        shared = chunks.hold(tenant, wanted)  # before others make room
-        lacking = chunks.missing_pages(tenant, wanted)
-        if not self._make_free(count + num_shifts + lacking + len(self._holding)):
-            shared.release()
-            if lease is not None:
-                lease.release()
-            return False
-        chunks.complete(shared, tenant, wanted)
-        own = self._allocator.take(count, front[whole - 1] if whole else None)
-        shifts = self._allocator.take(num_shifts)
-        assert own is not None, "there were enough"
-        assert shifts is not None, "for all"
-        cached = self._continue_behind(front, own, cached)
-        self._allocator.hold(front[:whole])
-        sequence.kv = PagedKV(self._pool, [*front[:whole], *own], shifts)
-        sequence.shared, sequence.present = shared, cached
-        self._record_admission(sequence, lease, whole + count, 0)
-        return True
 
     def _wanted_chunks(
         self, sequence: EngineSequence, part: FusedPart, lease: TreeLease | None

@@ -10,7 +10,7 @@ Hk KV heads, D head dim.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,9 +23,8 @@ from kvweave.fuse.request import ChunkSpan, FuseRequest, State
 from kvweave.fuse.taper import TaperedRows
 from kvweave.kernels.host import together_on_device
 from kvweave.kernels.place import mean_changes
-from kvweave.kernels.shift import ChunkRuns, shift, shift_plain, shift_runs
+from kvweave.kernels.shift import ChunkRuns, shift, shift_runs
 from kvweave.kernels.types import Owners
-from kvweave.kv.format.codec import LayerKV
 
 # Found by trial on SmolLM2; bench/quality/run.py is where to check it on another model.
 STRENGTH = 0.5
@@ -50,11 +49,6 @@ class Mover(Protocol):
         """Change one layer of `kv` before the fresh rows are written: those at `positions` [R]."""
         ...
 
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """Change one layer of chunk KV on its way to the buffer, keys before they are turned.
-        `positions` and `fresh` are those of `move`."""
-        ...
-
     @property
     def shifts(self) -> list[Shift]:
         """All that `move` has moved so far, of a mover that keeps it."""
@@ -75,7 +69,6 @@ class _DriftTables:
     def __init__(
         self,
         decoder: FusionDecoder,
-        placed: Sequence[ChunkSpan],
         moved: _MovedChunks,
         positions: Tensor,
         strength: float,
@@ -90,15 +83,8 @@ class _DriftTables:
         self.turn = decoder.angles(self.at) if ahead is None else ahead.angles_at(self.at)
         self.owners = Owners(bounds, weights)
         self.spans = moved.spans
-        self._among_placed = partial(_among_placed, placed, moved)
         to_move = run_by_run if decoder.device.type == "cpu" else all_at_once
         self.move: _Move = to_move(decoder, moved.spans, ahead)
-
-    @cached_property
-    def stored(self) -> tuple[list[tuple[int, int]], Tensor]:
-        """Places of the moved chunks and the chosen rows among all placed tokens: see
-        `_among_placed`."""
-        return self._among_placed()
 
 
 class Drift:
@@ -137,9 +123,8 @@ class Drift:
             self._moves = bool(moved.spans)
             if self._moves:
                 self._tables = _DriftTables(
-                    self._decoder, self._request.placed, moved, positions, self._strength,
-                    self._ahead,
-                )  # fmt: skip
+                    self._decoder, moved, positions, self._strength, self._ahead
+                )
         return self._tables
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
@@ -169,21 +154,6 @@ class Drift:
         by = torch.stack([self._kept[layer] for layer in layers])
         return [Shift(self._spans, layers, by)]
 
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        """Move chunk KV on its way to the buffer, on a CPU: stored [N, Hk, D], keys not turned yet.
-        The other arguments are those of `move`."""
-        tables = self._tables_for(positions) if layer else None
-        if tables is None:
-            return
-        rows, (runs, at) = tables.rows, tables.stored
-        apart = [
-            new.index_select(0, rows).float() - old.index_select(0, at).float()
-            for new, old in ((fresh.k, stored.k), (fresh.v, stored.v))
-        ]
-        for x, by in zip(stored, tables.owners.sums(torch.stack(apart)), strict=True):
-            for (start, end), each in zip(runs, by, strict=True):
-                shift_plain(x[start:end], each)
-
 
 class MoverRelay:
     """One mover up to `layer`, another behind it, made when it is its turn: by then the device is
@@ -197,9 +167,6 @@ class MoverRelay:
 
     def move(self, layer: int, positions: Tensor, fresh: Projected, kv: KVBuffer) -> None:
         self._at(layer).move(layer, positions, fresh, kv)
-
-    def change(self, layer: int, positions: Tensor, fresh: Projected, stored: LayerKV) -> None:
-        self._at(layer).change(layer, positions, fresh, stored)
 
     @property
     def shifts(self) -> list[Shift]:
@@ -230,18 +197,6 @@ def make_mover(
         return mover
     behind = partial(Drift, decoder, request, leaving.stay, strength, ahead, keeps)
     return MoverRelay(mover, leaving.layer, behind)
-
-
-def _among_placed(
-    placed: Sequence[ChunkSpan], moved: _MovedChunks
-) -> tuple[list[tuple[int, int]], Tensor]:
-    """Bounds of each moved chunk, and the chosen rows, among all placed tokens; on the host."""
-    ends = torch.tensor([span.num_tokens for span in placed]).cumsum(0).tolist()
-    first = {span.start: end - span.num_tokens for span, end in zip(placed, ends, strict=True)}
-    starts = [first[span.start] for span in moved.spans]
-    runs = [(at, at + span.num_tokens) for at, span in zip(starts, moved.spans, strict=True)]
-    back = torch.tensor([span.start - at for at, span in zip(starts, moved.spans, strict=True)])
-    return runs, moved.chosen - back.repeat_interleave(moved.bounds.diff())
 
 
 def _find_moved_chunks(request: FuseRequest, chosen: Tensor) -> _MovedChunks:

@@ -83,7 +83,7 @@ def order_fusion(
             decoder, request, chosen, strategy.drift, leaving, stitched.tables,
             keeps=stitched.layers.keeps_shifts,
         )  # fmt: skip
-    chosen_s, loaded_s = time.perf_counter(), stitched.load_s
+    chosen_s, loaded_s = time.perf_counter(), stitched.layers.load_s
     passed = fused_pass(
         stitched,
         selected.rows,
@@ -142,7 +142,7 @@ class OrderedFusion:
     def finish(self) -> Fused:
         """Wait for the pass."""
         first = None if self.best is None else _first_of(self.best.wait())
-        finished_s, load_s = time.perf_counter(), self.stitched.load_s
+        finished_s, load_s = time.perf_counter(), self.stitched.layers.load_s
         started_s, chosen_s, loaded_s = self.moments
         passed = self.passed
         return Fused(

@@ -15,7 +15,6 @@ Shapes: R rows to compute, T tokens of the prompt, Hk KV heads, D head dim.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -95,11 +94,7 @@ def fused_pass(
     times: list[LayerTimes] = []
     for layer in range(last + 1):
         started_s = time.perf_counter()
-        # on a CPU what is laid is moved on the way: it is in the cache, and not turned yet
-        change = None
-        if drift is not None:
-            change = partial(drift.change, layer, running.positions, projected)
-        is_moved = stitched.lay(layer, change)
+        stitched.layers.lay(layer)
         laid_s = time.perf_counter()
         counts.append(len(running.positions))
         keys, values = kv.keys(layer), kv.values(layer)
@@ -111,7 +106,7 @@ def fused_pass(
             keep = in_flight.narrow(look)
         elif leaving is not None and layer == leaving.layer:
             keep = torch.searchsorted(running.positions, leaving.rows)
-        if drift is not None and not is_moved:
+        if drift is not None:
             drift.move(layer, running.positions, projected, kv)
         q, k, v = projected.q, projected.k, projected.v
         q = place(q, k, v, running.angles, running.on_device, keys, values)

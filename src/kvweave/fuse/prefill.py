@@ -17,7 +17,7 @@ from torch import Tensor
 from kvweave.fuse.fuse import FirstToken, Fused, OrderedFusion, order_fusion
 from kvweave.fuse.prepared import Prepared, prepare
 from kvweave.fuse.probe import FrontView, begin_probe
-from kvweave.fuse.prompt_layers import PromptRoom
+from kvweave.fuse.prompt_layers import PromptAttempt, PromptRoom
 from kvweave.fuse.protocol import FusionDecoder, Meanwhile, Prefix
 from kvweave.fuse.record import (
     ChunkRecord,
@@ -247,7 +247,8 @@ class StoredPrompt:
         self, decoder: FusionDecoder, frame: PromptFrame, room: PromptRoom, request: FuseRequest
     ) -> Iterator[Stitched]:
         needs = self._strategy.needs(self._num_layers)
-        with room.open(decoder, request, frame.exact, self._transfer, needs) as layers:
+        attempt = PromptAttempt(decoder, request, frame.exact, self._transfer, needs)
+        with room.open(attempt) as layers:
             yield Stitched(decoder, request, frame.exact, layers)
 
     def _weave(

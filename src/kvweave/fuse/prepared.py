@@ -88,7 +88,7 @@ def prepare(stitched: Stitched, strategy: Strategy = REUSE, ratio: float = 0.0) 
     started_s = time.perf_counter()
     selected = select_rows(stitched, strategy, ratio)
     assert selected.in_flight is None, "rows that are chosen in flight cannot be computed in slices"
-    chosen_s, loaded_s = time.perf_counter(), stitched.load_s
+    chosen_s, loaded_s = time.perf_counter(), stitched.layers.load_s
     drift = strategy.drift if selected.is_partial else 0.0
     assert not (drift and stitched.layers.keeps_shifts), "slices drift their own copy alone"
     stitched.layers.lay_for(selected.rows)

@@ -5,11 +5,11 @@ KV is copied, or in scratch memory over chunks that lie once for all prompts (sh
 Whoever stitches, scores, recomputes or drifts asks a `PromptLayers` and does not know which it is.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,12 +53,8 @@ class PromptLayers(Protocol):
         """Let layers come ahead, if the source waits to be told."""
         ...
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
-        """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost.
-
-        `change` may write to what is laid before its keys are turned, as `unturned_kv` has it.
-        Returns whether it was called: only where that memory is the prompt's own.
-        """
+    def lay(self, layer: int) -> None:
+        """Bring a layer into `kv` unless it is there. Blocks for its bytes; raises ChunkLost."""
         ...
 
     def lay_front(self) -> None:
@@ -88,31 +84,26 @@ class PromptLayers(Protocol):
         """Return chunk KV as stored, keys before RoPE, [N, Hk, D] in prompt order."""
         ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """The extra `name` of the placed chunks that have it."""
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """The extra `name` of the placed chunks that have it: see `ChunkSource.extras`."""
         ...
 
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
-        """The extra `name` as tensors to copy to the device; None: there are bytes only."""
-        ...
+
+class PromptAttempt(NamedTuple):
+    """One attempt at a prompt: it is made again without the chunks that were lost in it."""
+
+    decoder: FusionDecoder
+    request: FuseRequest
+    front: Prefix  # the exact KV before its chunks
+    transfer: LayerTransfer  # brings what is not there yet,
+    needs: Needs  # in the order that a selector wants it
 
 
 class PromptRoom(Protocol):
     """Where the KV of one prompt lies before, during and after its pass. For the pass's thread."""
 
-    def open(
-        self,
-        decoder: FusionDecoder,
-        request: FuseRequest,
-        front: Prefix,
-        transfer: LayerTransfer,
-        needs: Needs,
-    ) -> AbstractContextManager[PromptLayers]:
-        """Open the layers of one attempt at the prompt.
-
-        `front` is the exact KV before its chunks; `transfer` brings what is not there yet, in the
-        order that a selector `needs`.
-        """
+    def open(self, attempt: PromptAttempt) -> AbstractContextManager[PromptLayers]:
+        """Open the layers of the prompt for one attempt."""
         ...
 
     def note_pass_ordered(self) -> None:
@@ -147,11 +138,9 @@ class OwnLayers:
         self.kv = kv
         self._laid: set[int] = set()
         self._is_front_laid = False
-        self._waiting: Tensor | None = None  # [N, Hk, D] keys of one layer before they are turned
         self._waited_s = 0.0
         runs = request.runs(State.EXACT, State.REUSED)
         self._runs = [(run.start, run.stop) for run in runs]  # of the placed chunks
-        self._num_placed = sum(map(len, runs))
         kv.reserve(len(request.prompt_ids))
 
     @property
@@ -162,23 +151,16 @@ class OwnLayers:
         if self._placer is not None:
             self._placer.begin()
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+    def lay(self, layer: int) -> None:
         if layer in self._laid:
-            return False
+            return
         self.lay_front()
         keys, values = self.kv.keys(layer), self.kv.values(layer)
-        changes = False
         if self._runs and self._placer is not None:
             self._placer.lay(layer, keys, values)
         elif self._runs:
-            room = self._memory(keys, values)
-            stored = self._load(layer, room)
-            if change is not None and stored is room:
-                change(stored)
-                changes = True
-            self._turn_into(keys, values, stored)
+            self._turn_into(keys, values, self.unturned_kv(layer))
         self._laid.add(layer)
-        return changes
 
     def lay_front(self) -> None:
         """Lay the exact front of all layers. On a GPU that takes two orders instead of two for each
@@ -205,19 +187,13 @@ class OwnLayers:
         """Do nothing: shifts were added to the prompt's own copy."""
 
     def unturned_kv(self, layer: int) -> LayerKV:
-        return self._load(layer, None)
-
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return self._source.extras(name)
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
-        return None if self._placer is None else self._placer.extra_tensors(name)
-
-    def _load(self, layer: int, out: LayerKV | None) -> LayerKV:
         started_s = perf_counter()
-        stored = self._source.layer(layer, out)
+        stored = self._source.layer(layer)
         self._waited_s += perf_counter() - started_s
         return stored
+
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return self._source.extras(name)
 
     def _turn_into(self, keys: Tensor, values: Tensor, stored: LayerKV) -> None:
         at = 0
@@ -225,8 +201,7 @@ class OwnLayers:
             part = slice(at, at + end - start)
             turn = Angles(self._turn.cos[part], self._turn.sin[part])
             rotate(stored.k[part], turn, out=keys[start:end])
-            if stored.v.data_ptr() != values[start:].data_ptr():
-                values[start:end] = stored.v[part]
+            values[start:end] = stored.v[part]
             at += end - start
 
     @cached_property
@@ -235,13 +210,3 @@ class OwnLayers:
         placed = torch.cat([torch.arange(start, end) for start, end in self._runs])
         turn = self._decoder.angles(on_device(placed, self._decoder.device))
         return per_head(turn, self._decoder.spec.num_kv_heads)
-
-    def _memory(self, keys: Tensor, values: Tensor) -> LayerKV | None:
-        """Return where a source may decode to: values into their place, keys where they wait to be
-        turned. None where the chunks do not stand side by side: they are laid run by run then."""
-        if len(self._runs) != 1:
-            return None
-        if self._waiting is None:
-            self._waiting = torch.empty_like(keys[: self._num_placed])
-        start, end = self._runs[0]
-        return LayerKV(self._waiting, values[start:end])

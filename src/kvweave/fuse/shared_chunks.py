@@ -13,10 +13,9 @@ what later requests will see.
 For the thread that runs the pass. Shapes: N tokens laid, m own rows, Hk KV heads, D head dim.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvweave.fuse.drift import Shift
-from kvweave.fuse.protocol import FusionDecoder, ModelShape, PoolLayers
+from kvweave.fuse.prompt_layers import PromptAttempt
+from kvweave.fuse.protocol import ModelShape, PoolLayers
 from kvweave.fuse.request import ChunkSpan, FuseRequest
-from kvweave.fuse.sources import ChunkSource
+from kvweave.fuse.sources import LayerPlacer
 from kvweave.kernels.coded import decode_rows, encode_rows, relocate_coded
 from kvweave.kernels.host import on_device
 from kvweave.kernels.place import relocate
@@ -146,51 +146,47 @@ class SharedLayers:
 
     def __init__(
         self,
-        decoder: FusionDecoder,
-        request: FuseRequest,
+        attempt: PromptAttempt,
         room: PoolRoom,
-        front: Sequence[LayerKV],
         kv: LayerScratch,
-        source: ChunkSource | None,
-        filling: "Filling | None",
+        placer: LayerPlacer | None = None,
+        empty_slots: Tensor | None = None,
     ) -> None:
-        """`front` is the exact KV in front of the chunks, by layer, for a room that lacks it.
-        `source` brings what is to be filled, if anything is."""
+        """`placer` brings what is to be filled, if anything is: to `empty_slots` [n] of the pool,
+        on the device, or side by side where chunks lie as codes."""
+        request = attempt.request
         self.kv = kv
-        self._decoder = decoder
+        self._decoder = attempt.decoder
         self._request = request
         self._room = room
         self._pool = room.pool
-        self._source = source
-        self._filling = filling
+        self._placer = placer
+        self._empty_slots = empty_slots
         self._filled: set[int] = set()  # layers
-        self._waited_s = 0.0
         self._kept: RowMoves | None = None
         self._uncoded: Tensor | None = None
         self._front_slots = room.own_slots(request, request.preamble_len)
         if room.num_present < request.preamble_len:
-            self._write_front(front, self._front_slots)
+            self._write_front(attempt.front.layers, self._front_slots)
 
     @property
     def is_here(self) -> bool:
         """Whether all chunks lie in their pages."""
-        return self._source is None
+        return self._placer is None
 
     @property
     def load_s(self) -> float:
-        if self._source is None or self._source.placer is None:
-            return self._waited_s
-        return self._source.placer.stalled_s()
+        return 0.0 if self._placer is None else self._placer.stalled_s()
 
     def begin(self) -> None:
-        if self._source is not None and self._source.placer is not None:
-            self._source.placer.begin()
+        if self._placer is not None:
+            self._placer.begin()
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
+    def lay(self, layer: int) -> None:
         """Write the exact front and all placed chunks to their positions, unless the scratch memory
         still holds the layer."""
         if self.kv.holds(layer):
-            return False
+            return
         keys, values = self.kv.keys(layer), self.kv.values(layer)
         self._fill(layer)
         coded, (moves, turn) = self._pool.codes(layer), self._plan
@@ -199,7 +195,6 @@ class SharedLayers:
             relocate(*pages, moves, turn, keys, values)
         else:  # the pages are those of the exact front, which has turn 0
             relocate_coded(*pages, coded, moves, turn, keys, values)
-        return False
 
     def lay_front(self) -> None:
         """Do nothing: the front is laid with each layer."""
@@ -282,36 +277,25 @@ class SharedLayers:
         k = rotate(turned.to(back.cos.dtype), back) / self._key_factor
         return LayerKV(k.to(turned.dtype), values)
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return {}  # strategies that want some do not share
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        return {}
 
     def _fill(self, layer: int) -> None:
         """Bring a layer of the chunks whose pages are empty. Blocks; raises ChunkLost."""
-        if self._source is None or self._filling is None or layer in self._filled:
+        slots, coded = self._empty_slots, self._pool.codes(layer)
+        if self._placer is None or slots is None or layer in self._filled:
             return
-        coded, filling = self._pool.codes(layer), self._filling
-        keys, values = self._pool.slots(layer) if coded is None else self._before_coding()
-        if self._source.placer is not None:
-            self._source.placer.lay(layer, keys, values)
-        else:
-            started_s = time.perf_counter()
-            stored = self._source.layer(layer)
-            self._waited_s += time.perf_counter() - started_s
-            keys[filling.rows] = rotate(stored.k.to(keys.dtype), filling.turn)
-            values[filling.rows] = stored.v.to(values.dtype)
+        keys, values = self._pool.slots(layer) if coded is None else self._before_coding(slots)
+        self._placer.lay(layer, keys, values)
         if coded is not None:
-            encode_rows(keys, values, filling.slots, coded)
+            encode_rows(keys, values, slots, coded)
         self._filled.add(layer)
 
-    def _before_coding(self) -> Tensor:
+    def _before_coding(self, slots: Tensor) -> Tensor:
         """[2, n, Hk, D]: a layer of what is being brought, used again for the next one."""
         if self._uncoded is None:
-            assert self._filling is not None, "something is brought"
             like = self._pool.slots(0)[0]
-            self._uncoded = like.new_empty(2, len(self._filling.slots), *like.shape[1:])
+            self._uncoded = like.new_empty(2, len(slots), *like.shape[1:])
         return self._uncoded
 
     def _write_front(self, front: Sequence[LayerKV], slots: Slots) -> None:
@@ -335,12 +319,3 @@ class SharedLayers:
         moves = RowMoves(*on_device(torch.from_numpy(table), device).unbind())
         starts = torch.tensor([0, *(span.start for span in placed)])
         return moves, self._decoder.turn(on_device(starts, device))
-
-
-class Filling(NamedTuple):
-    """Chunks that are brought to their pages."""
-
-    spans: list[ChunkSpan]  # each chunk once
-    slots: Tensor  # [n] of all their tokens in the pool, on the device
-    rows: Tensor  # [n] where a source lays them: there, or side by side before they are coded
-    turn: Angles  # to their places in their chunks

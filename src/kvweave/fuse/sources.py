@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from kvweave.kernels.unpack import (
 )
 from kvweave.kv.format.codec import Codec, GroupedCodec, LayerKV
 from kvweave.kv.format.keys import ChunkKey
-from kvweave.kv.format.objects import EncodedLayer, decode_joined
+from kvweave.kv.format.objects import EncodedLayer
 
 
 class ChunkLost(Exception):
@@ -43,16 +44,14 @@ class ChunkSource(Protocol):
         """Writes layers where they belong; None: this source only gives them."""
         ...
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
-        """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only.
-
-        A source that has to write them anyway writes them into `out`, if given, and returns it.
-        Raises ChunkLost when a chunk does not come.
-        """
+    def layer(self, layer: int) -> LayerKV:
+        """[N, Hk, D] each on the decoder's device, N tokens of all placed chunks. Read-only. Raises
+        ChunkLost when a chunk does not come."""
         ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """The extra `name`, stored beside the chunk KV; chunks without it are left out."""
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        """The extra `name` of the chunks that have it, as uint8 tensors in host memory. They may be
+        copied from, not written to."""
         ...
 
 
@@ -66,11 +65,6 @@ class LayerPlacer(Protocol):
 
     def begin(self) -> None:
         """Let layers come. The layers that a selector wants first were asked for before."""
-        ...
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        """Return the extra `name` of the chunks that have it, as uint8 tensors in host memory. They
-        may be copied from, not written to."""
         ...
 
     def stalled_s(self) -> float:
@@ -87,8 +81,6 @@ class LayerTransfer(Protocol):
 
     def whole(self, keys: Iterable[ChunkKey]) -> Sequence[Tensor] | None: ...
 
-    def extras(self, name: str) -> Mapping[ChunkKey, memoryview]: ...
-
     def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
@@ -96,23 +88,20 @@ class LayerTransfer(Protocol):
 class StoredChunks:
     """Chunks on their way from the store, decoded as they are laid.
 
-    With compiled kernels it is its own LayerPlacer: 8-bit codes are decoded, turned and laid in one
-    go. Other codecs are decoded first.
+    With compiled kernels 8-bit codes are decoded, turned and laid in one go. Other codecs are
+    decoded first.
     """
 
     _decoder: FusionDecoder
     _placed: Sequence[ChunkSpan]
     _layers: LayerTransfer
-    # chunks go to their places in the prompt; else whoever asks puts them elsewhere, and there is
-    # no placer
-    lays: bool = True
+    # [N] where tokens go, each turned to its place in its chunk; None: to its place in the prompt
+    _slots: Tensor | None = None
     _laid_s: float = 0.0
 
     @property
     def placer(self) -> "StoredChunks | None":
-        decoder = self._decoder
-        is_plain = self.lays and decoder.device.type == "cpu" and decoder.dtype == torch.float32
-        return self if is_plain and can_lay_codes(decoder.spec.head_dim) else None
+        return self if self._decoder.device.type == "cpu" else None
 
     def lay(self, layer: int, keys: Tensor, values: Tensor) -> None:
         started_s = time.perf_counter()
@@ -120,7 +109,8 @@ class StoredChunks:
         check_arrived(self._decoder, self._placed, arrived)
         groups = {_group_of_codes(encoded.codec) for encoded in arrived.values()}
         group = groups.pop() if len(groups) == 1 else None
-        if group is not None and takes_codes(keys, values):
+        can_lay = can_lay_codes(self._decoder.spec.head_dim) and takes_codes(keys, values)
+        if self._slots is None and group is not None and can_lay:
             chunks = [
                 StoredCodes(arrived[span.key].data, span.num_tokens, span.start)
                 for span in self._placed
@@ -131,42 +121,44 @@ class StoredChunks:
             for span in self._placed:
                 stored, end = arrived[span.key].decode(), at + span.num_tokens
                 turn = Angles(self._turn.cos[at:end], self._turn.sin[at:end])
-                rotate(stored.k, turn, out=keys[span.start : span.end])
-                values[span.start : span.end] = stored.v
+                if self._slots is None:
+                    rotate(stored.k, turn, out=keys[span.start : span.end])
+                    values[span.start : span.end] = stored.v
+                else:
+                    rows = self._slots[at:end]
+                    keys[rows] = rotate(stored.k.to(keys.dtype), turn)
+                    values[rows] = stored.v.to(values.dtype)
                 at = end
         self._laid_s += time.perf_counter() - started_s
 
     @cached_property
     def _turn(self) -> Angles:
-        """Angles of all placed tokens."""
-        runs = [torch.arange(span.start, span.end) for span in self._placed]
+        """Angles that all placed tokens are turned by."""
+        starts = [span.start if self._slots is None else 0 for span in self._placed]
+        spans = zip(starts, self._placed, strict=True)
+        runs = [torch.arange(start, start + span.num_tokens) for start, span in spans]
         return self._decoder.angles(torch.cat(runs))
 
     def begin(self) -> None:
         """Do nothing: layers come by themselves."""
 
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        return self._layers.extra_tensors(name)
-
     def stalled_s(self) -> float:
         """Return the time spent waiting for bytes, and decoding and laying them."""
         return self._laid_s
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         arrived = self._layers.wait_layer(layer)
         check_arrived(self._decoder, self._placed, arrived)
-        if out is None or out.k.device.type != "cpu":
-            decoded = {key: encoded.decode() for key, encoded in arrived.items()}
-            parts = [decoded[span.key] for span in self._placed]
-            device = self._decoder.device
-            return LayerKV(
-                torch.cat([kv.k for kv in parts]).to(device),
-                torch.cat([kv.v for kv in parts]).to(device),
-            )
-        return decode_joined([arrived[span.key] for span in self._placed], out)
+        decoded = {key: encoded.decode() for key, encoded in arrived.items()}
+        parts = [decoded[span.key] for span in self._placed]
+        device = self._decoder.device
+        return LayerKV(
+            torch.cat([kv.k for kv in parts]).to(device),
+            torch.cat([kv.v for kv in parts]).to(device),
+        )
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return {key: bytes(data) for key, data in self._layers.extras(name).items()}
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        return self._layers.extra_tensors(name)
 
 
 def _group_of_codes(codec: Codec) -> int | None:
@@ -202,14 +194,15 @@ class ComputedChunks:
         extras: Mapping[str, Mapping[ChunkKey, bytes]] | None = None,
     ) -> None:
         """`chunks` in prompt order, each as `encode_chunks` made it."""
-        self._extras = extras or {}
+        self.blobs = extras or {}  # by name
         self._layers = [
             LayerKV(torch.cat([kv.k for kv in same]), torch.cat([kv.v for kv in same]))
             for same in zip(*chunks, strict=True)
         ]
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         return self._layers[layer]
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return self._extras.get(name, {})
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
+        blobs = self.blobs.get(name, {}).items()
+        return {key: torch.from_numpy(np.frombuffer(b, np.uint8).copy()) for key, b in blobs}

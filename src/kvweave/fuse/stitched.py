@@ -5,7 +5,7 @@ that scores at the last layer. Bytes that were loaded for scoring are therefore 
 Where the layers lie is the business of `PromptLayers`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
 from kvweave.fuse.request import FuseRequest, State
 from kvweave.fuse.sources import ChunkSource
 from kvweave.kv.format.codec import LayerKV
-from kvweave.kv.format.keys import ChunkKey
 
 
 class Stitched:
@@ -42,10 +41,6 @@ class Stitched:
         self.tables: PassTables | None = None  # None: not made ahead
         self.placed = positions_of(request.runs(State.EXACT, State.REUSED))  # [N]
 
-    def lay(self, layer: int, change: Callable[[LayerKV], None] | None = None) -> bool:
-        """Bring a layer into the buffer: see `PromptLayers.lay`."""
-        return self.layers.lay(layer, change)
-
     def make_tables(self) -> None:
         """Make what a pass needs whichever rows it computes, and lay its first layer if nothing is
         to be waited for: to be called while a device is busy with their choice. Without a device
@@ -54,26 +49,17 @@ class Stitched:
             return
         self.tables = PassTables(self.decoder, self.request)
         if self.layers.is_here:
-            self.lay(0)
-
-    @property
-    def load_s(self) -> float:
-        """Seconds spent waiting for chunk KV so far and, on a CPU, decoding it."""
-        return self.layers.load_s
+            self.layers.lay(0)
 
     def keys(self, layer: int) -> Tensor:
         """[T, Hk, D] of the whole prompt; garbage where nothing is placed or computed yet."""
-        self.lay(layer)
+        self.layers.lay(layer)
         return self.kv.keys(layer)
 
     def values(self, layer: int) -> Tensor:
         """[T, Hk, D], as `keys`."""
-        self.lay(layer)
+        self.layers.lay(layer)
         return self.kv.values(layer)
-
-    def unturned_kv(self, layer: int) -> LayerKV:
-        """Return chunk KV as stored, keys before RoPE, [N, Hk, D] in the order of `placed`."""
-        return self.layers.unturned_kv(layer)
 
     @property
     def front(self) -> Sequence[LayerKV]:
@@ -83,14 +69,6 @@ class Stitched:
     def preamble(self, layer: int) -> LayerKV | None:
         """The preamble's keys (turned) and values; None if it is empty."""
         return self._preamble.layers[layer] if self._preamble.layers else None
-
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        """The extra `name` of the placed chunks that have it."""
-        return self.layers.extras(name)
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor] | None:
-        """The extra `name` as tensors to copy to the device; None: there are bytes only."""
-        return self.layers.extra_tensors(name)
 
 
 def stitch(

@@ -15,7 +15,6 @@ on any device.
 Shapes: T tokens, H kv heads, D head dim, N groups along the grouped axis (the last may be short).
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -50,14 +49,8 @@ def quantise(x: Tensor, *, bits: int, group: int, axis: int) -> Groups:
     return Groups(codes.contiguous(), scale16, low16)
 
 
-def dequantise(
-    groups: Groups, *, bits: int, group: int, axis: int, out: Tensor, lengths: tuple[int, ...] = ()
-) -> Tensor:
-    """Write the values that `groups` stands for into out [T, H, D], in out's dtype.
-
-    `lengths` are the tokens of each, if several lie behind each other that were quantised apart. At
-    once they take a few large steps; one by one the steps cost more than the work.
-    """
+def dequantise(groups: Groups, *, bits: int, group: int, axis: int, out: Tensor) -> Tensor:
+    """Write the values that `groups` stands for into out [T, H, D], in out's dtype."""
     assert groups.low is not None, "integer codes have a low"
     q = groups.q
     if bits == 4:
@@ -66,7 +59,7 @@ def dequantise(
     # as letting one operator promote the types
     work = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     work.copy_(q)
-    for values, scale, low in _parts(work, lengths, group, axis, groups.scale, groups.low):
+    for values, scale, low in _parts(work, group, axis, groups.scale, groups.low):
         if axis == 0:
             torch.addcmul(low, values, scale, out=values)
         else:  # two parameters, each one value for a run of them: faster one after the other
@@ -85,9 +78,7 @@ def quantise_fp8(x: Tensor, *, group: int, axis: int) -> Groups:
     return Groups(codes.contiguous().view(torch.uint8), scale16, None)
 
 
-def dequantise_fp8(
-    groups: Groups, *, group: int, axis: int, out: Tensor, lengths: tuple[int, ...] = ()
-) -> Tensor:
+def dequantise_fp8(groups: Groups, *, group: int, axis: int, out: Tensor) -> Tensor:
     """Write fp8 codes as `dequantise` writes integer ones."""
     # e4m3 is an fp16 with a shorter exponent and mantissa: moved to the same bits it is the same
     # number times 2^-8. Sign-extend, shift by 7, clear the copy of the sign in the exponent.
@@ -95,7 +86,7 @@ def dequantise_fp8(
     bits = groups.q.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(-0x4001)
     work = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
     work.copy_(bits.view(torch.float16))
-    for values, scale in _parts(work, lengths, group, axis, groups.scale):
+    for values, scale in _parts(work, group, axis, groups.scale):
         values.mul_(scale * 256.0)
     return out if work is out else out.copy_(work)
 
@@ -104,20 +95,14 @@ def num_groups(length: int, group: int) -> int:
     return -(-length // group)
 
 
-def _parts(
-    x: Tensor, lengths: tuple[int, ...], group: int, axis: int, *params: Tensor
-) -> list[list[Tensor]]:
+def _parts(x: Tensor, group: int, axis: int, *params: Tensor) -> list[list[Tensor]]:
     """Views of x with each group on an axis of its own, and fp32 parameters that broadcast.
 
-    At most two: the whole groups together, and the short last one. Where short ones may stand in
-    the middle (`lengths`), x itself and parameters repeated for every token.
+    At most two: the whole groups together, and the short last one.
     """
     wide = [p.float() for p in params]
     if wide[0].shape[axis] == 1:
         return [[x, *wide]]  # one group: it broadcasts as it is
-    if axis == 0 and len(lengths) > 1:  # short groups in the middle: every token gets its own
-        of_token = _group_of_token(lengths, group).to(x.device)
-        return [[x, *[p.index_select(0, of_token) for p in wide]]]
     whole = x.shape[axis] // group
     cuts = [(0, whole, group), (whole, whole + 1, x.shape[axis] - whole * group)]
     parts: list[list[Tensor]] = []
@@ -130,16 +115,6 @@ def _parts(
         scaled = [p.narrow(axis, first, end - first).unsqueeze(axis + 1) for p in wide]
         parts.append([view, *scaled])
     return parts
-
-
-@lru_cache(maxsize=4)  # the same for every layer of a prompt
-def _group_of_token(lengths: tuple[int, ...], group: int) -> Tensor:
-    """[T] the number of each token's group among those of all tensors."""
-    first, of_token = 0, []
-    for length in lengths:
-        of_token.append(torch.arange(length) // group + first)
-        first += num_groups(length, group)
-    return torch.cat(of_token)
 
 
 def _split(x: Tensor, group: int, axis: int) -> Tensor:

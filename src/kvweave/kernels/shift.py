@@ -53,14 +53,6 @@ def shift(
     values[row] = (values[row].float() + by_v[chunk]).to(values.dtype)
 
 
-def shift_plain(x: Tensor, by: Tensor) -> None:
-    """Add by [Hk, D] float32 to all of x [n, Hk, D], in place: values, or keys not turned yet."""
-    if x.dtype == torch.float32:
-        x.add_(by)
-    else:
-        x.copy_(x.float() + by)
-
-
 class Run(NamedTuple):
     """A chunk whose rows lie side by side, n of them.
 

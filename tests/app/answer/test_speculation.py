@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvweave import Weave
-from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.auto.machine_profile import profile_path
 from kvweave.app.auto.requests import exact_request
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Answer
+from kvweave.config import SpeculationSettings
 from kvweave.engine.config import EngineConfig
 from kvweave.engine.engine import Engine
 from kvweave.engine.request import Ticket
@@ -118,7 +119,7 @@ def open_world(
         runtime = ModelRuntime(decoder, tokenizer, "tiny", SMALL)
         options = KVOptions("isolated", tiers=(HostTierConfig(1 << 24),))
         library = library_of(kb, runtime, options)
-        speculation = SpeculationConfig(mode, max_prefill_bs)  # type: ignore[arg-type]
+        speculation = SpeculationSettings(mode, max_prefill_bs)  # type: ignore[arg-type]
         world = World(Weave(runtime, library, AnswerSettings(speculation=speculation)))
         world.weave.ingest(*TEXTS, chunk_kv=True)
         submit, staged = world.engine.submit, kb.search_staged
@@ -322,7 +323,7 @@ def test_many_at_once_get_the_answers_they_get_alone(open_world: OpenWorld) -> N
 
 
 def test_an_unknown_mode_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="no speculation 'maybe'; known: auto, on, off"):
-        SpeculationConfig("maybe")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_prefill_bs must be at least 1"):
-        SpeculationConfig(max_prefill_bs=0)
+    with pytest.raises(ConfigError, match="one of auto, on, off; got 'maybe'"):
+        SpeculationSettings("maybe")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="max_prefill_bs"):
+        SpeculationSettings(max_prefill_bs=0)

@@ -13,7 +13,7 @@ from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.audit import auditor
 from kvweave.app.audit.audit_log import AuditLog
-from kvweave.app.audit.auditor import AuditConfig, Auditor, AuditSampler
+from kvweave.app.audit.auditor import Auditor, AuditSampler
 from kvweave.app.weave import Answer, Sampling
 from kvweave.calibrate.trials import TrialScore, judge
 from kvweave.config import QualitySettings
@@ -25,7 +25,7 @@ from worlds.weaves import ingest_with_fronts
 
 __all__ = ["model", "world"]
 
-ALL = AuditConfig(share=1.0, per_minute=10_000)
+ALL = QualitySettings(audit_share=1.0, audit_per_minute=10_000)
 BOUND = 0.02
 SHORT = Sampling(max_tokens=2)
 NOUNS = ("drain", "node", "evict", "pods", "cordon", "cluster", "taint", "label", "restart")
@@ -45,8 +45,9 @@ def ready(world: World) -> World:
     return world
 
 
-def reopened(world: World, cfg: AuditConfig = ALL, **settings: object) -> Weave:
-    return world.open(replace(AnswerSettings(audit=cfg), **settings))  # type: ignore[arg-type]
+def reopened(world: World, quality: QualitySettings = ALL, **settings: object) -> Weave:
+    usual = QuestionDefaults(quality)
+    return world.open(replace(AnswerSettings(usual=usual), **settings))  # type: ignore[arg-type]
 
 
 def ask(weave: Weave, i: int, **options: object) -> Answer:
@@ -96,7 +97,7 @@ def teacher_forced(decoder: Decoder, ids: list[int], count: int) -> Tensor:
 
 def test_where_nothing_is_lost_an_audit_finds_nothing(ready: World) -> None:
     """All rows recomputed is full prefill, but for the first chunk: int8 rounded it."""
-    with reopened(ready, usual=QuestionDefaults(QualitySettings(reuse="weave:1.0"))) as weave:
+    with reopened(ready, replace(ALL, reuse="weave:1.0")) as weave:
         answer = ask(weave, 1)
         assert answer.audit is not None
         found = settled(weave)
@@ -109,9 +110,9 @@ def test_a_table_that_lies_is_found_out_within_200_requests(
 ) -> None:
     """At the default share. Calibration says that plain reuse costs nothing."""
     ready.calibrate(("reuse", 0.0, 0.0))
-    shipped = AuditConfig()
-    assert shipped.share == 0.05
-    with reopened(ready, replace(shipped, per_minute=10_000)) as weave:
+    shipped = QualitySettings()
+    assert shipped.audit_share == 0.05
+    with reopened(ready, replace(shipped, audit_per_minute=10_000)) as weave:
         for asked in range(1, 201):
             answer = ask(weave, asked, reuse="auto", bound=BOUND)
             settled(weave)
@@ -125,7 +126,8 @@ def test_a_table_that_lies_is_found_out_within_200_requests(
         assert answer.audit is None, "an exact answer needs no audit"
         assert weave.auditor.log.metrics.value("audit_gate_moves_total") == 1
         assert "reuse is refused" in caplog.text
-    with reopened(ready, AuditConfig(share=0.0)) as weave:  # known from now on, audited or not
+    # known from now on, audited or not
+    with reopened(ready, QualitySettings(audit_share=0.0)) as weave:
         again = ask(weave, 700, reuse="auto", bound=BOUND)
         assert again.decision is not None
         assert again.decision.plan.strategy is None
@@ -147,8 +149,8 @@ def test_a_table_that_is_right_stays_open(ready: World) -> None:
 def test_a_strategy_that_the_server_names_is_audited_and_never_changed(
     ready: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    usual = QuestionDefaults(QualitySettings(reuse="reuse", bound=BOUND))
-    with reopened(ready, usual=usual) as weave, caplog.at_level(logging.WARNING):
+    quality = replace(ALL, reuse="reuse", bound=BOUND)
+    with reopened(ready, quality) as weave, caplog.at_level(logging.WARNING):
         for asked in range(20):
             answer = ask(weave, asked)
             settled(weave)
@@ -208,7 +210,7 @@ def test_closing_gives_up_what_is_under_way(ready: World) -> None:
 
 def test_no_more_than_four_wait_and_none_beyond_the_budget(ready: World) -> None:
     ready.calibrate(("reuse", 0.0, 0.0))
-    with reopened(ready, replace(ALL, per_minute=2)) as weave:
+    with reopened(ready, replace(ALL, audit_per_minute=2)) as weave:
         chosen = []
         for i in range(5):
             answer = ask(weave, i, reuse="auto")
@@ -235,10 +237,6 @@ def test_distributions_are_dropped_after_the_audit(
     assert [ticket.request.background for ticket in tickets] == [False, True]
     assert [ticket.request.watched > 0 for ticket in tickets] == [True, True]
     assert not any(isinstance(d, torch.Tensor) for t in tickets for d in t.distributions)
-
-
-def test_the_configuration_has_the_same_defaults() -> None:
-    assert AuditConfig.from_config(QualitySettings()) == AuditConfig()
 
 
 def test_the_sample_is_a_share_of_all_and_meets_no_rhythm() -> None:

@@ -8,12 +8,12 @@ from typing import TypeVar
 import pytest
 
 from kvweave.app.answer.question import SpeculationMode
-from kvweave.app.answer.settings import SpeculationConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig, LibraryKey
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.library.runtime import EngineClient
 from kvweave.app.weave import Sampling
 from kvweave.calibrate.profiles import user_path
+from kvweave.config import SpeculationSettings
 from kvweave.errors import RequestError
 from worlds.serving import make_libraries, make_weave
 from worlds.tiny_corpus import WordEmbedder
@@ -86,7 +86,7 @@ def test_a_first_plan_is_waited_for_on_the_thread_that_asks_not_by_those_that_se
             tmp_path / "kbs",
             embedder="words",
             kv=KVOptions("isolated"),
-            speculation=SpeculationConfig(mode),
+            speculation=SpeculationSettings(mode),
         )
         libraries = Libraries(weave, config, open_embedder=lambda _: WordEmbedder())
         with libraries.use("", "notes", create=True) as over:

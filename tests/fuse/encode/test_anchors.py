@@ -22,13 +22,12 @@ from kvweave.fuse.encode.extras import (
     kvzip_scores,
     pack_anchors,
     sink_scores,
-    unpack_anchors,
 )
 from kvweave.kernels.rope import rotate
 from kvweave.kv.format.codec import LayerKV
 from kvweave.model.decoder import Decoder
 from kvweave.model.load import load_decoder
-from worlds.fuse import CHUNKS, PREAMBLE, REPEAT, make_ids
+from worlds.fuse import CHUNKS, PREAMBLE, REPEAT, make_ids, unpack_anchors
 from worlds.tiny_models import make_model_folder
 
 

@@ -1,13 +1,12 @@
-"""Codecs: sizes known beforehand, decoding into the caller's memory, no copy for raw."""
+"""Codecs: sizes known beforehand, no copy for raw."""
 
 import pytest
 import torch
 
 from kvweave.errors import ConfigError
-from kvweave.kv.format import objects
 from kvweave.kv.format.codec import CODECS, LayerKV, dtype_name, is_lossless, open_codec
 from kvweave.kv.format.header import LayerShape
-from kvweave.kv.format.objects import EncodedLayer, decode_joined, layer_of, pack_chunk, runs_of
+from kvweave.kv.format.objects import layer_of, pack_chunk
 from worlds.kv import make_key, make_layers
 
 TOLERANCE = {"raw": 0.0, "fp16": 2e-3, "bf16": 2e-2, "int8": 2e-2, "fp8": 0.2, "int4": 0.3}
@@ -25,78 +24,6 @@ def test_every_codec_gives_back_about_what_it_got(codec: str, dtype: str) -> Non
         assert got.k.dtype == want.k.dtype
         torch.testing.assert_close(got.k, want.k, rtol=0.01, atol=TOLERANCE[codec])
         torch.testing.assert_close(got.v, want.v, rtol=0.01, atol=TOLERANCE[codec])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_decoding_into_given_memory_equals_decoding_into_fresh(codec: str) -> None:
-    chunk = pack_chunk(make_key(), make_layers(), codec)
-    encoded = layer_of(chunk.header, chunk.memory, 1)
-    kv = torch.full((2, 20, 2, 8), -1.0)  # a request's buffer: the chunk goes to rows 10..15
-    out = LayerKV(kv[0, 10:15], kv[1, 10:15])
-    fresh, given = encoded.decode(), encoded.decode(out)
-    assert given.k is out.k
-    assert torch.equal(fresh.k, kv[0, 10:15])
-    assert torch.equal(fresh.v, kv[1, 10:15])
-    assert (kv[:, :10] == -1).all()
-    assert (kv[:, 15:] == -1).all()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("codec", CODECS)
-def test_chunks_decoded_together_equal_chunks_decoded_one_by_one(codec: str, dtype: str) -> None:
-    """Lengths of one group, of whole groups, and with a short group in the middle."""
-    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n, dtype=dtype), codec)
-              for n in (1, 64, 70, 130, 5)]  # fmt: skip
-    layers = [layer_of(chunk.header, chunk.memory, 1) for chunk in chunks]
-    apart = [layer.decode() for layer in layers]
-    room = torch.full((2, 272, 2, 8), -1.0, dtype=apart[0].k.dtype)
-    decode_joined(layers, LayerKV(room[0, 1:271], room[1, 1:271]))
-    assert torch.equal(room[0, 1:271], torch.cat([kv.k for kv in apart]))
-    assert torch.equal(room[1, 1:271], torch.cat([kv.v for kv in apart]))
-    assert (room[:, [0, 271]] == -1).all()
-
-
-def test_neighbours_stored_in_different_ways_decode_together() -> None:
-    chunks = [
-        pack_chunk(make_key(), make_layers(n, num_tokens=n), codec)
-        for n, codec in ((70, "int8"), (3, "int8"), (9, "raw"), (80, "int4"), (66, "int8"))
-    ]
-    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
-    out = LayerKV(torch.empty(228, 2, 8), torch.empty(228, 2, 8))
-    decode_joined(layers, out)
-    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
-    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "want"),
-    [
-        ([], []),
-        ([300], [[300]]),
-        ([128] * 9, [[128] * 8, [128]]),  # as many as stay in the cache
-        ([9, 129, 9, 9, 200, 200, 1], [[9], [129], [9, 9], [200], [200], [1]]),
-    ],
-)
-def test_only_small_layers_are_decoded_together(tokens: list[int], want: list[list[int]]) -> None:
-    """Of large ones the copy and the repeated parameters cost more than the steps."""
-    no_bytes, codec = torch.empty(0, dtype=torch.uint8), open_codec("int8")
-    layers = [EncodedLayer(no_bytes, LayerShape(n, 8, 128, "float32"), codec) for n in tokens]
-    assert [[layer.shape.num_tokens for layer in run] for run in runs_of(layers)] == want
-
-
-def test_chunks_decoded_in_several_runs_equal_chunks_decoded_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(objects, "SMALL", 70 * 16)
-    monkeypatch.setattr(objects, "TOGETHER", 100 * 16)
-    chunks = [pack_chunk(make_key(), make_layers(n, num_tokens=n), "int8")
-              for n in (66, 34, 1, 130, 70, 71, 3)]  # fmt: skip
-    layers = [layer_of(chunk.header, chunk.memory, 0) for chunk in chunks]
-    assert [len(run) for run in runs_of(layers)] == [2, 1, 1, 1, 1, 1]
-    out = LayerKV(torch.empty(375, 2, 8), torch.empty(375, 2, 8))
-    decode_joined(layers, out)
-    assert torch.equal(out.k, torch.cat([layer.decode().k for layer in layers]))
-    assert torch.equal(out.v, torch.cat([layer.decode().v for layer in layers]))
 
 
 def test_raw_decodes_without_a_copy() -> None:

@@ -6,7 +6,6 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvweave.app.answer.question import QuestionDefaults
-from kvweave.app.audit.auditor import AuditConfig
 from kvweave.app.libraries.libraries import Libraries, LibrariesConfig
 from kvweave.app.library.library_kv import KVOptions
 from kvweave.app.weave import Weave
@@ -28,8 +27,8 @@ def test_an_audited_answer_shows_in_explain_and_in_the_metrics(
         root=tmp_path,
         embedder="words",
         kv=KVOptions("isolated"),
-        usual=QuestionDefaults(QualitySettings(reuse="reuse")),  # as `kvweave serve --reuse reuse`
-        audit=AuditConfig(share=1.0),
+        # as `kvweave serve --reuse reuse`
+        usual=QuestionDefaults(QualitySettings(reuse="reuse", audit_share=1.0)),
     )
     libraries = Libraries(weave, config, open_embedder=lambda name: WordEmbedder())
     with serving(weave, libraries=libraries) as url:

@@ -178,7 +178,7 @@ class EngineTarget:
             codec = library.encoder.context.codec
         self.measured = Measurements(runtime, codec, settings.profile)
         opens = partial(open_log, runtime, library)
-        self.auditor = Auditor(runtime.client, settings.audit, opens, self._catch_up)
+        self.auditor = Auditor(runtime.client, settings.usual.quality, opens, self._catch_up)
         source = library or self.documents
         self.router = Router(runtime, source, self.measured, self.auditor, settings.planner)
         self.calibration: SelfCalibration | None = None

@@ -14,7 +14,7 @@ from typing import Any
 from kvweave.app.answer.guessing import MAX_STAGES, Speculator, retrieve
 from kvweave.app.answer.notes import SEARCH, AnswerEvent
 from kvweave.app.answer.question import Question, SpeculationMode
-from kvweave.app.answer.settings import AnswerSettings, SpeculationConfig
+from kvweave.app.answer.settings import AnswerSettings
 from kvweave.app.answer.stages import Asked, Found, Submitted, Target
 from kvweave.app.answer.submitting import submit
 from kvweave.corpus.index.base import Vector
@@ -38,7 +38,7 @@ class Searcher:
         self._kb = kb
         self._target = target
         self._settings = settings
-        self._cfg = settings.speculation or SpeculationConfig()
+        self._cfg = settings.speculation
         self._paces = settings.paces
 
     def submit(self, asked: Asked) -> Submitted:

@@ -4,17 +4,16 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, TypeVar
 
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.guessing import Paces
-from kvweave.app.answer.question import QuestionDefaults, SpeculationMode
-from kvweave.app.audit.auditor import AuditConfig
+from kvweave.app.answer.question import QuestionDefaults
 from kvweave.app.library.document_memory import DocumentMemoryConfig
 from kvweave.calibrate.profiles import Profile
-from kvweave.config import PlannerSettings, WeaveConfig, given_values
+from kvweave.config import PlannerSettings, SpeculationSettings, WeaveConfig
 from kvweave.engine.sampling import Sampling
-from kvweave.errors import ConfigError, ModelCorrupt, RequestError
+from kvweave.errors import ModelCorrupt, RequestError
 from kvweave.model.files.generation import FILE, unless_greedy
 from kvweave.text.prompt import SYSTEM
 from kvweave.types import ChunkId
@@ -22,23 +21,6 @@ from kvweave.types import ChunkId
 NO_LIBRARY = "no knowledge base is open; use Weave.open('./kb') or --kb DIR"
 T = TypeVar("T")
 MOST_COUNTED = 100_000  # chunks with a count; beyond that the rarest half starts anew
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationConfig:
-    """When prompts are computed before the search for their chunks is over."""
-
-    # "on" guesses at every stage, "auto" where it is expected to gain time
-    mode: SpeculationMode = "auto"
-    # no guess begins while so many prompts are to be computed; None: as many as the target takes
-    max_prefill_bs: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(SpeculationMode):
-            known = ", ".join(get_args(SpeculationMode))
-            raise ConfigError(f"no speculation {self.mode!r}; known: {known}")
-        if self.max_prefill_bs is not None and self.max_prefill_bs < 1:
-            raise ConfigError("SpeculationConfig.max_prefill_bs must be at least 1")
 
 
 class LookUp(Protocol):
@@ -113,13 +95,13 @@ class AnswerSettings:
 
     system: str = SYSTEM  # the system prompt, unless a question brings another
     tenant: str = ""  # whose it is: tenants share no exact KV and no conversations
-    speculation: SpeculationConfig | None = None  # None: where it is expected to gain time
+    # whether prompts are computed before the search for their chunks is over
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     profile: Profile | None = None  # what was measured of the model; None: the user's, the packaged
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what questions leave open
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     # what is remembered of documents, where there is no knowledge base
     documents: DocumentMemoryConfig = field(default_factory=DocumentMemoryConfig)
-    audit: AuditConfig = field(default_factory=AuditConfig)  # of fused answers, in idle time
     look_up: LookUp = at_once  # runs searches: a catalogue keeps a connection per thread
     # where conversations are remembered; another's, if they are to outlive this Weave
     conversations: Conversations = field(default_factory=Conversations)
@@ -132,11 +114,10 @@ class AnswerSettings:
         system, library = config.model.system, config.library
         return cls(
             SYSTEM if system is None else system,
-            speculation=SpeculationConfig(**given_values(config.speculation)),
+            speculation=config.speculation,
             usual=QuestionDefaults.from_config(config),
             planner=config.planner,
             documents=DocumentMemoryConfig(
                 library.remembered_bytes, library.promotion, config.store
             ),
-            audit=AuditConfig.from_config(config.quality),
         )

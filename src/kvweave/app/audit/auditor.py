@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -37,24 +37,11 @@ LOOK_S = 0.2  # how often one who waits looks whether all is over
 CLOSE_WAIT_S = 10.0  # more than a step takes
 
 
-@dataclass(frozen=True, slots=True)
-class AuditConfig:
-    """How much is audited."""
-
-    share: float = QualitySettings().audit_share  # of fused answers; 0: none
-    per_minute: int = QualitySettings().audit_per_minute  # audits at most
-    seed: int = 0  # which answers
-
-    @classmethod
-    def from_config(cls, settings: QualitySettings) -> "AuditConfig":
-        return cls(settings.audit_share, settings.audit_per_minute)
-
-
 class AuditSampler:
     """Says which answers are audited: one of each 1 / rate, at a place drawn by a seeded generator,
     so that no rhythm of the requests is met. One thread at a time."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a sample, no secret
         self._credit = 0.0
         self._stratum = 0
@@ -93,24 +80,25 @@ class Auditor:
     def __init__(
         self,
         client: EngineClient,
-        cfg: AuditConfig,
+        quality: QualitySettings,
         open_log: Callable[[Metrics], AuditLog],
         catch_up: Callable[[], None],
     ) -> None:
-        """`open_log` is called once, on first use. `catch_up` hears of deletions by other
-        processes; an answer whose chunks were deleted is not audited."""
+        """`quality` says how much is audited. `open_log` is called once, on first use. `catch_up`
+        hears of deletions by other processes; an answer whose chunks were deleted is not
+        audited."""
         self.metrics = Metrics()
         self._client = client
-        self._cfg = cfg
+        self._share, self._per_minute = quality.audit_share, quality.audit_per_minute
         self._open_log = open_log
         self._catch_up = catch_up
         self._opening = threading.Lock()
         self._log: AuditLog | None = None
-        self._sampler = AuditSampler(cfg.seed)
+        self._sampler = AuditSampler()
         self._lock = threading.Lock()  # guards all below
         self._idle = threading.Condition(self._lock)
         self._outstanding = 0
-        self._begun_s: deque[float] = deque(maxlen=max(1, cfg.per_minute))
+        self._begun_s: deque[float] = deque(maxlen=max(1, self._per_minute))
         self._under_way: Ticket | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -162,13 +150,13 @@ class Auditor:
 
     def _choose(self, is_open_question: bool) -> bool:
         """Whether an answer is to be audited; one more likely that may settle something."""
-        share, now_s = self._cfg.share, time.monotonic()
-        rate = min(1.0, share * (OPEN_TIMES if is_open_question else 1))
+        now_s = time.monotonic()
+        rate = min(1.0, self._share * (OPEN_TIMES if is_open_question else 1))
         with self._lock:
             if self._is_closed or not self._sampler.draw(rate):
                 return False
             is_full = len(self._begun_s) == self._begun_s.maxlen
-            if self._cfg.per_minute < 1 or (is_full and now_s - self._begun_s[0] < 60.0):
+            if self._per_minute < 1 or (is_full and now_s - self._begun_s[0] < 60.0):
                 return False
             if self._outstanding >= MOST_OUTSTANDING:
                 return False

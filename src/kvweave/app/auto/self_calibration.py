@@ -226,7 +226,7 @@ class SelfCalibration:
         """Answer a prompt in full and every way that is to be tried. None: all is over, or nothing
         of it was reused."""
         names, checks_noise = self._evidence.next_settings()
-        full = self._answer(exact_request(prompt, *self._drawn(), use_tree=False))
+        full = self._answer(exact_request(prompt, *self._draw_options(), use_tree=False))
         if full is None or not full.watched_ids:
             return None
         # tables take the first chunk for exact; else the first way that is tried would pay for it
@@ -239,7 +239,7 @@ class SelfCalibration:
         outcomes: list[Outcome] = []
         for setting in [*settings, *([RECOMPUTE_ALL] if checks_noise else [])]:
             fusion = Fusion(setting.strategy, setting.ratio)
-            request = fused_request(self._library.own, prompt, *self._drawn(), fusion)
+            request = fused_request(self._library.own, prompt, *self._draw_options(), fusion)
             way = self._answer(replace(request, forced=answer))
             if way is None or way.record is None or len(way.distributions) != len(answer):
                 return None
@@ -253,7 +253,7 @@ class SelfCalibration:
         sizes = len(prompt.token_ids), len(prompt.chunks), num_chunk_tokens
         return AnsweredQuestion(*sizes, noise, dict(zip(names, outcomes, strict=True)))
 
-    def _drawn(self) -> tuple[Sampling, frozenset[int]]:
+    def _draw_options(self) -> tuple[Sampling, frozenset[int]]:
         sampling = Sampling(max_tokens=WATCHED_TOKENS, stop_loops=False)
         return sampling, frozenset(self._tokenizer.eos_ids)
 

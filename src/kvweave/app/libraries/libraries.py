@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvweave.app.answer.conversations import Conversations
 from kvweave.app.answer.guessing import Paces, PrefillPace, SearchPace, SearchPaces
 from kvweave.app.answer.question import QuestionDefaults, check_order
-from kvweave.app.answer.settings import AnswerSettings, ChunkUses, SpeculationConfig
-from kvweave.app.audit.auditor import AuditConfig
+from kvweave.app.answer.settings import AnswerSettings, ChunkUses
 from kvweave.app.hosts import LibraryHost, ModelHost, PieceStream
 from kvweave.app.libraries.embedders import Embedded, Embedders
 from kvweave.app.libraries.library_browser import LibraryBrowser, NotInLibrary
@@ -35,7 +34,7 @@ from kvweave.app.libraries.open_cache import AllInUse, InUse, Loan, OpenCache, O
 from kvweave.app.library.kv_progress import NEVER, KVProgress, KVState
 from kvweave.app.library.library import DEFAULT_EMBEDDER, OpenEmbedder, open_sentence_embedder
 from kvweave.app.library.library_kv import KVOptions
-from kvweave.config import PlannerSettings, ServerSettings
+from kvweave.config import PlannerSettings, ServerSettings, SpeculationSettings
 from kvweave.corpus.catalogue import Totals
 from kvweave.corpus.disk_files import disk_trouble
 from kvweave.corpus.embedder import OLD_IDENTITY
@@ -148,10 +147,9 @@ class LibrariesConfig:
     folders: Mapping[LibraryKey, Path] = field(default_factory=dict)  # some that lie elsewhere
     embedder: str = DEFAULT_EMBEDDER  # of new ones, and of /v1/embeddings
     kv: KVOptions = field(default_factory=KVOptions)  # of each; system and tenant are its own
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     usual: QuestionDefaults = field(default_factory=QuestionDefaults)  # what requests leave open
     planner: PlannerSettings = field(default_factory=PlannerSettings)
-    audit: AuditConfig = field(default_factory=AuditConfig)  # of each, in idle time
     promotion: int = PROMOTION  # requests that bring a chunk before its KV is stored; 0: never
     parsing: ParseLimits = field(default_factory=ParseLimits)  # of files that are uploaded
     open_most: int = (
@@ -285,7 +283,6 @@ class Libraries:
             config.speculation,
             usual=config.usual,
             planner=config.planner,
-            audit=config.audit,
             look_up=self._look_up,
             conversations=self._conversations.part(place.name),
             paces=Paces(self._search_paces[place], self._prefill_pace),

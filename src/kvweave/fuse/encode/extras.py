@@ -23,7 +23,6 @@ import struct
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,8 +176,8 @@ def _to_float16(x: Tensor) -> Tensor:
 
 
 def view_anchors(blob: Tensor) -> Anchors:
-    """Read packed anchors, keys and values as views of the blob: uint8 [n] on the host. Raises
-    ValueError as `unpack_anchors` does."""
+    """Read what `pack_anchors` wrote, keys and values as views of the blob: uint8 [n] on the host.
+    Raises ValueError if the blob is none."""
     num_layers, count, heads, dim = _sizes(blob[: HEADER.size].numpy().tobytes(), len(blob))
     num_indices, num_values = num_layers * count, num_layers * count * heads * dim
     parts = torch.split(blob[HEADER.size :], [4 * num_indices, 2 * num_values, 2 * num_values])
@@ -195,11 +194,6 @@ def _sizes(start: bytes, num_bytes: int) -> tuple[int, int, int, int]:
     if num_bytes != HEADER.size + 4 * num_layers * count * (1 + heads * dim):
         raise ValueError(f"anchors of {num_layers} layers have another size than {num_bytes}")
     return num_layers, count, heads, dim
-
-
-def unpack_anchors(blob: bytes) -> Anchors:
-    """Read what `pack_anchors` wrote, as float16. Raises ValueError if the blob is none."""
-    return view_anchors(torch.from_numpy(np.frombuffer(blob, np.uint8).copy()))
 
 
 INTER = "inter"  # float16 [T], attention to keys outside the chunk, summed over heads

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,17 +29,12 @@ class CacheCraftLike:
         return Needs(extras=(INTER,))
 
     def select(self, scene: Scene, counts: Sequence[int]) -> list[Tensor]:
-        stored = scene.stitched.extras(INTER)
+        stored = scene.stitched.layers.extras(INTER)
         # of another size it would shift the scores of all chunks behind it
-        sizes = [
-            (span.key, len(stored.get(span.key, b"")), span.num_tokens) for span in scene.fused
-        ]
-        if unfit := [key for key, size, num_tokens in sizes if size != 2 * num_tokens]:
+        sizes = {key: len(blob) for key, blob in stored.items()}
+        if unfit := [s.key for s in scene.fused if sizes.get(s.key) != 2 * s.num_tokens]:
             raise ChunkLost(unfit)
-        parts = [
-            np.frombuffer(stored[span.key], dtype=np.float16).astype(np.float32)
-            for span in scene.fused
-        ]
-        scores = torch.from_numpy(np.concatenate(parts))
+        parts = [stored[span.key].view(torch.float16) for span in scene.fused]
+        scores = torch.cat(parts).float()
         scene.note(scores)
         return ranked_positions(scores, scene.hits, counts)

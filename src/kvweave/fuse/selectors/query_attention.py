@@ -172,7 +172,7 @@ def encoded_keys(scene: Scene, layer: int) -> Tensor:
     start = scene.request.preamble_len
     at = positions_of([range(start, start + span.num_tokens) for span in scene.request.placed])
     angles = scene.decoder.angles(on_device(at, scene.decoder.device))
-    return rotate(scene.stitched.unturned_kv(layer).k, angles)
+    return rotate(scene.stitched.layers.unturned_kv(layer).k, angles)
 
 
 def resolve_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

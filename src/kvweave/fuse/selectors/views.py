@@ -4,7 +4,7 @@ tokens of every chunk."""
 import torch
 from torch import Tensor
 
-from kvweave.fuse.encode.extras import Anchors, unpack_anchors, view_anchors
+from kvweave.fuse.encode.extras import Anchors, view_anchors
 from kvweave.fuse.probe import LaidContext
 from kvweave.fuse.protocol import Projected
 from kvweave.fuse.selector import Scene
@@ -119,11 +119,7 @@ class AnchorView:
 
 def _stored_anchors(scene: Scene, name: str) -> dict[ChunkKey, Anchors]:
     """Return the anchors of every placed chunk. Raises ChunkLost if some have none."""
-    blobs = scene.stitched.extra_tensors(name)
-    if blobs is None:
-        found = {key: unpack_anchors(blob) for key, blob in scene.stitched.extras(name).items()}
-    else:
-        found = {key: view_anchors(blob) for key, blob in blobs.items()}
+    found = {key: view_anchors(blob) for key, blob in scene.stitched.layers.extras(name).items()}
     if without := [span.key for span in scene.request.placed if span.key not in found]:
         raise ChunkLost(without)
     return found

@@ -103,7 +103,7 @@ def open_source(
     """Stored chunks for one prefill: through a ring to a GPU, straight from host memory else.
     A placer lays them to `slots` if there are any: see Placement."""
     if decoder.device.type != "cuda" or not placed:
-        yield StoredChunks(decoder, placed, layers, lays=slots is None)
+        yield StoredChunks(decoder, placed, layers, slots)
         return
     ring = RINGS.take(decoder.device)
     # without a question to push through first, the pass or the scoring takes layers at once
@@ -196,20 +196,16 @@ class PipelinedChunks:
         placement.lay(slot.data, _place(slot, layer), keys, values)
         self._give_back(slot)
 
-    def layer(self, layer: int, out: LayerKV | None = None) -> LayerKV:
+    def layer(self, layer: int) -> LayerKV:
         slot, placement = self._take(layer)
-        if out is None:
-            spec, dtype = self._decoder.spec, self._decoder.dtype
-            shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
-            out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
+        spec, dtype = self._decoder.spec, self._decoder.dtype
+        shape = (2, placement.num_tokens, spec.num_kv_heads, spec.head_dim)
+        out = LayerKV(*torch.empty(shape, dtype=dtype, device=self._decoder.device))
         placement.write_unturned(slot.data, _place(slot, layer), out.k, out.v)
         self._give_back(slot)
         return out
 
-    def extras(self, name: str) -> Mapping[ChunkKey, bytes]:
-        return {key: bytes(data) for key, data in self._layers.extras(name).items()}
-
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
         return self._layers.extra_tensors(name)
 
     def stalled_s(self) -> float:

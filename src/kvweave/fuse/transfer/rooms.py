@@ -5,14 +5,13 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from kvweave.fuse.needs import Needs
-from kvweave.fuse.prompt_layers import OwnLayers
-from kvweave.fuse.protocol import FusionDecoder, KVBuffer, Prefix
-from kvweave.fuse.request import ChunkSpan, FuseRequest
+from kvweave.fuse.prompt_layers import OwnLayers, PromptAttempt
+from kvweave.fuse.protocol import KVBuffer
+from kvweave.fuse.request import ChunkSpan
 from kvweave.fuse.selectors.query_attention import LAYERS_AT_ONCE
-from kvweave.fuse.shared_chunks import Filling, LayerScratch, PoolRoom, ScratchMemory, SharedLayers
-from kvweave.fuse.sources import LayerTransfer
+from kvweave.fuse.shared_chunks import LayerScratch, PoolRoom, ScratchMemory, SharedLayers
 from kvweave.fuse.transfer.pipeline import open_source
 from kvweave.kernels.host import on_device
 from kvweave.kv.format.keys import ChunkKey
@@ -25,14 +24,8 @@ class OwnRoom:
         self._kv = kv
 
     @contextmanager
-    def open(
-        self,
-        decoder: FusionDecoder,
-        request: FuseRequest,
-        front: Prefix,
-        transfer: LayerTransfer,
-        needs: Needs,
-    ) -> Iterator[OwnLayers]:
+    def open(self, attempt: PromptAttempt) -> Iterator[OwnLayers]:
+        decoder, request, front, transfer, needs = attempt
         with open_source(decoder, request.placed, transfer, needs) as source:
             yield OwnLayers(decoder, request, front, source, self._kv)
 
@@ -45,31 +38,23 @@ class OwnRoom:
 
 @contextmanager
 def open_shared(
-    decoder: FusionDecoder,
-    request: FuseRequest,
-    room: PoolRoom,
-    memory: ScratchMemory,
-    front: Prefix,
-    transfer: LayerTransfer,
-    needs: Needs,
+    attempt: PromptAttempt, room: PoolRoom, memory: ScratchMemory
 ) -> Iterator[SharedLayers]:
-    """Open the layers of a prompt over chunks in pages; `transfer` brings those whose pages are
-    empty. The other arguments are those of `PromptRoom.open`."""
+    """Open the layers of a prompt over chunks in pages; those whose pages are empty are brought."""
+    decoder, request, _, transfer, needs = attempt
     num_scored = min(len(needs.key_layers), LAYERS_AT_ONCE)
     kv = LayerScratch(memory, len(request.prompt_ids), num_scored)
-    empty = {s.key: s for s in request.placed if not room.is_filled(s.key)}
+    empty = list({s.key: s for s in request.placed if not room.is_filled(s.key)}.values())
     if not empty:
-        yield SharedLayers(decoder, request, room, front.layers, kv, None, None)
+        yield SharedLayers(attempt, room, kv)
         return
-    filling = _filling(decoder, room, list(empty.values()))
-    with open_source(decoder, filling.spans, transfer, needs, filling.rows) as source:
-        yield SharedLayers(decoder, request, room, front.layers, kv, source, filling)
+    slots = on_device(_slots_of(room, empty), decoder.device)
+    # codes are made of what is laid side by side
+    is_coded = room.pool.codes(0) is not None
+    rows = torch.arange(len(slots), device=decoder.device) if is_coded else slots
+    with open_source(decoder, empty, transfer, needs, rows) as source:
+        yield SharedLayers(attempt, room, kv, source.placer, slots)
 
 
-def _filling(decoder: FusionDecoder, room: PoolRoom, spans: Sequence[ChunkSpan]) -> Filling:
-    slots = np.concatenate([room.chunk_slots(span.key) for span in spans])
-    nth = np.concatenate([np.arange(span.num_tokens) for span in spans])
-    both = torch.from_numpy(np.stack([slots, nth]))
-    at, places = on_device(both, decoder.device).unbind()
-    rows = at if room.pool.codes(0) is None else torch.arange(len(at), device=decoder.device)
-    return Filling(list(spans), at, rows, decoder.angles(places))
+def _slots_of(room: PoolRoom, spans: Sequence[ChunkSpan]) -> Tensor:
+    return torch.from_numpy(np.concatenate([room.chunk_slots(span.key) for span in spans]))

@@ -32,9 +32,9 @@ class SaltedHasher:
         known = len(request.block_hashes)
         hashes = self._inner(request)
         at = max(0, self.first - known)
-        return hashes[:at] + self.salted(hashes[at:])
+        return hashes[:at] + self.add_salt(hashes[at:])
 
-    def salted(self, hashes: list[Any]) -> list[Any]:
+    def add_salt(self, hashes: list[Any]) -> list[Any]:
         return [hashlib.sha256(self._salt + each).digest()[: len(each)] for each in hashes]
 
 
@@ -52,4 +52,4 @@ def salt_blocks(request: HashedRequest, first: int, salt: bytes) -> None:
         behind, hasher.first = hasher.first, min(first, hasher.first)
     else:
         hasher = request._block_hasher = SaltedHasher(hasher, first, salt)
-    hashes[first:behind] = hasher.salted(hashes[first:behind])
+    hashes[first:behind] = hasher.add_salt(hashes[first:behind])

@@ -100,7 +100,7 @@ class RowCount(NamedTuple):
     reused: int  # stored
     question: int
 
-    def fused(self, strategy: Strategy, ratio: float, num_layers: int) -> float:
+    def count_fused(self, strategy: Strategy, ratio: float, num_layers: int) -> float:
         """Rows of the fused way, its probe among them."""
         needs = strategy.needs(num_layers)
         wide = needs.full_width_layers / num_layers
@@ -324,14 +324,14 @@ class SchedulerHalf:
     ) -> RequestPlan:
         """Plan with what computes the fewest rows, if that is clearly fewer than vLLM would."""
         num_layers = self._identity.spec.num_layers
-        fewest, wish = min(
-            (
-                # a close call is computed a second time
-                (rows.fused(w.strategy(num_layers), w.ratio, num_layers) + close * rows.plain, w)
-                for w, close in permitted
-            ),
-            key=lambda priced: priced[0],
-        )
+
+        def count(way: PermittedReuse) -> float:
+            strategy, ratio = way.wish.strategy(num_layers), way.wish.ratio
+            again = way.close * rows.plain  # a close call is computed a second time
+            return rows.count_fused(strategy, ratio, num_layers) + again
+
+        best = min(permitted, key=count)
+        fewest, wish = count(best), best.wish
         if fewest > min(WORTH * rows.plain, rows.plain - LEAST_SAVED) and not wish.is_encoded_first:
             why = f"{Reason.FUSING_IS_DEARER}: {fewest:,.0f} rows beside {rows.plain:,}"
             return replace(plan, reason=Reason.FUSING_IS_DEARER, why=why)

@@ -1,23 +1,21 @@
 """How one layer's keys and values become bytes and tensors again.
 
 A codec knows the size of a layer from its shape alone, so a reader refuses an object whose header
-disagrees. Encoding writes into the caller's bytes; decoding writes into the caller's tensors, or
-gives fresh ones, or for `raw` views of the stored bytes without any copy. Bytes and tensors may lie
-on any device, as long as it is the same one: a GPU uploads the small encoded layer and decodes
-there.
+disagrees. Encoding writes into the caller's bytes; decoding gives fresh tensors, or for `raw` views
+of the stored bytes without any copy. Bytes and tensors may lie on any device, as long as it is the
+same one: a GPU uploads the small encoded layer and decodes there.
 
 A layer stored as group codes (int8, fp8, int4) has these pieces, one behind the other:
 
     keys: codes, scales[, lows]    values: codes, scales[, lows]
 
 Codes are [T, H, D] as kernels/quantise.py packs them, parameters fp16 per group: of keys along
-tokens, of values along the head dim. Layers of several chunks are joined piece by piece, which
-makes them one long layer whose key groups are short where a chunk ends.
+tokens, of values along the head dim.
 
 Shapes: T tokens, H KV heads, D head dim; keys and values [T, H, D]; a layer's bytes are uint8 [n].
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -70,20 +68,9 @@ class Codec(Protocol):
         one, in as few steps as one layer takes: on a GPU a step costs more than its work."""
         ...
 
-    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
-        """Keys and values in the model's dtype, written into `out` if given.
-
-        Without `out`, `raw` returns views of `data`: read-only, and valid only as long as it is.
-        """
-        ...
-
-    def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
-    ) -> LayerKV:
-        """Layers of several chunks, at least one, to lie behind each other in out [sum T, H, D].
-
-        The same to the bit as one by one.
-        """
+    def decode(self, data: Tensor, shape: LayerShape) -> LayerKV:
+        """Keys and values in the model's dtype. Those of `raw` are views of `data`: read-only, and
+        valid only as long as it is."""
         ...
 
 
@@ -109,25 +96,11 @@ class PlainCodec:
         for kv, row in zip(layers, out, strict=True):
             self.encode(kv, row)
 
-    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
+    def decode(self, data: Tensor, shape: LayerShape) -> LayerKV:
         model = DTYPES[shape.dtype]
         stored = data.view(self.stored or model)
         k, v = stored.view(2, shape.num_tokens, shape.num_kv_heads, shape.head_dim)
-        if out is None:
-            return LayerKV(k.to(model), v.to(model))  # no copy where the dtype is the same
-        out.k.copy_(k)
-        out.v.copy_(v)
-        return out
-
-    def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
-    ) -> LayerKV:
-        at = 0
-        for each, shape in zip(data, shapes, strict=True):
-            here = slice(at, at + shape.num_tokens)
-            self.decode(each, shape, LayerKV(out.k[here], out.v[here]))
-            at += shape.num_tokens
-        return out
+        return LayerKV(k.to(model), v.to(model))  # no copy where the dtype is the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,37 +135,24 @@ class GroupedCodec:
                 out[:, at : at + data.shape[1]] = data
                 at += data.shape[1]
 
-    def decode(self, data: Tensor, shape: LayerShape, out: LayerKV | None = None) -> LayerKV:
-        return self.decode_joined([data], [shape], out or _empty(shape, data.device))
-
-    def decode_joined(
-        self, data: Sequence[Tensor], shapes: Sequence[LayerShape], out: LayerKV
-    ) -> LayerKV:
-        lengths = tuple(shape.num_tokens for shape in shapes)
-        for x, groups, axis in zip(out, self._join_layers(data, shapes), AXES, strict=True):
+    def decode(self, data: Tensor, shape: LayerShape) -> LayerKV:
+        size = (2, shape.num_tokens, shape.num_kv_heads, shape.head_dim)
+        out = LayerKV(*torch.empty(size, dtype=DTYPES[shape.dtype], device=data.device))
+        for x, groups, axis in zip(out, self._view_groups(data, shape), AXES, strict=True):
             if self.is_float:
-                dequantise_fp8(groups, group=self.group, axis=axis, out=x, lengths=lengths)
+                dequantise_fp8(groups, group=self.group, axis=axis, out=x)
             else:
-                dequantise(
-                    groups, bits=self.bits, group=self.group, axis=axis, out=x, lengths=lengths
-                )
+                dequantise(groups, bits=self.bits, group=self.group, axis=axis, out=x)
         return out
 
     def _sizes(self, shape: LayerShape) -> tuple[int, ...]:
         return _piece_sizes(shape, self.bits, self.group, 1 if self.is_float else 2)
 
-    def _join_layers(
-        self, data: Sequence[Tensor], shapes: Sequence[LayerShape]
-    ) -> tuple[Groups, Groups]:
-        """Join keys and values of layers, one behind the other along tokens.
-
-        Views of the bytes if it is one layer, as far as they can be viewed.
-        """
-        cuts = [_cut(each, self._sizes(shape)) for each, shape in zip(data, shapes, strict=True)]
-        pieces = iter(
-            [part[0] if len(part) == 1 else torch.cat(part) for part in zip(*cuts, strict=True)]
-        )
-        heads, dim = shapes[0].num_kv_heads, shapes[0].head_dim
+    def _view_groups(self, data: Tensor, shape: LayerShape) -> tuple[Groups, Groups]:
+        """Return keys and values of a layer: views of the bytes, as far as they can be viewed."""
+        sizes = self._sizes(shape)
+        pieces = iter(data[: sum(sizes)].split_with_sizes(sizes))
+        heads, dim = shape.num_kv_heads, shape.head_dim
 
         def next_groups(groups_per_head: int) -> Groups:
             q = next(pieces).view(-1, heads, dim * self.bits // 8)
@@ -238,14 +198,6 @@ def _elements(shape: LayerShape) -> int:
     return shape.num_tokens * shape.num_kv_heads * shape.head_dim
 
 
-def _empty(shape: LayerShape, device: torch.device) -> LayerKV:
-    size = (shape.num_tokens, shape.num_kv_heads, shape.head_dim)
-    dtype = DTYPES[shape.dtype]
-    return LayerKV(
-        torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
-    )
-
-
 @lru_cache(maxsize=1024)  # asked for every layer of every chunk
 def _piece_sizes(shape: LayerShape, bits: int, group: int, params: int) -> tuple[int, ...]:
     """Bytes of each piece: K codes, K parameters, V codes, V parameters.
@@ -258,10 +210,6 @@ def _piece_sizes(shape: LayerShape, bits: int, group: int, params: int) -> tuple
     k_params = 2 * num_groups(shape.num_tokens, group) * shape.num_kv_heads * shape.head_dim
     v_params = 2 * shape.num_tokens * shape.num_kv_heads * num_groups(shape.head_dim, group)
     return (codes, *[k_params] * params, codes, *[v_params] * params)
-
-
-def _cut(data: Tensor, sizes: Sequence[int]) -> Iterator[Tensor]:
-    return iter(data[: sum(sizes)].split_with_sizes(sizes))
 
 
 def _halves(part: Tensor) -> Tensor:

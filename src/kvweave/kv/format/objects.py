@@ -1,6 +1,5 @@
 """A chunk's KV as one object: packing tensors into bytes, and looking at bytes as layers."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,8 +26,6 @@ from kvweave.kv.format.header import (
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory, new_memory
 
-SMALL = 2**17  # keys of a layer, T x H x D; a larger one is decoded by itself, see `runs_of`
-TOGETHER = 2**20  # keys of the layers that are decoded together, at most
 ENCODED_TOGETHER = 2**25  # keys of the layers that a device encodes together: 128 MiB as float32
 
 
@@ -59,43 +56,9 @@ class EncodedLayer(NamedTuple):
     shape: LayerShape
     codec: Codec
 
-    def decode(self, out: LayerKV | None = None) -> LayerKV:
-        """Keys and values, each [T, H, D]; for `raw` without `out` these are views of `data`."""
-        return self.codec.decode(self.data, self.shape, out)
-
-
-def decode_joined(layers: Sequence[EncodedLayer], out: LayerKV) -> LayerKV:
-    """Decode chunks to where they lie behind each other: out [sum T, H, D].
-
-    Small neighbours of one codec are decoded together, see `runs_of`.
-    """
-    at = 0
-    for run in runs_of(layers):
-        data, shapes, (codec, *_) = zip(*run, strict=True)
-        here = slice(at, at + sum(shape.num_tokens for shape in shapes))
-        codec.decode_joined(data, shapes, LayerKV(out.k[here], out.v[here]))
-        at = here.stop
-    return out
-
-
-def runs_of(layers: Sequence[EncodedLayer]) -> list[list[EncodedLayer]]:
-    """The layers in order, cut where the next is better decoded by another call.
-
-    Joined, a layer takes fewer steps, but its codes are copied and its parameters repeated for
-    every token. That pays only for small layers, and while what is written stays in the cache.
-    """
-    runs: list[list[EncodedLayer]] = []
-    size = 0
-    for layer in layers:
-        more = math.prod(layer.shape[:3])
-        last = runs[-1][-1] if runs else None
-        if last and last.codec == layer.codec and size + more <= TOGETHER and more <= SMALL:
-            runs[-1].append(layer)
-            size += more
-        else:
-            runs.append([layer])
-            size = more if more <= SMALL else TOGETHER
-    return runs
+    def decode(self) -> LayerKV:
+        """Keys and values, each [T, H, D]; for `raw` these are views of `data`."""
+        return self.codec.decode(self.data, self.shape)
 
 
 def pack_chunk(
