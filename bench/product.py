@@ -73,7 +73,8 @@ from product_parts.figures import (
     same_answers,
     speedup,
 )
-from product_parts.instead import INSTEAD, compare, newest_instead, show_instead
+from product_parts.instead import INSTEAD, compare, show_instead
+from product_parts.instead_table import newest_instead
 from product_parts.knowledge import (
     copy_of,
     mtrag_conversations,

@@ -28,6 +28,7 @@ from kvweave.text.tokenizer import Tokenizer
 from product_parts.asking import Reply, ask_chat, ask_ids
 from product_parts.contextpilot_order import ContextPilotOrder, find_contextpilot
 from product_parts.figures import percentile
+from product_parts.instead_table import COLUMNS, cells_of
 from product_parts.knowledge import Record, copy_of, prepare
 from product_parts.llamacpp_server import find_llamacpp, start_llamacpp
 from product_parts.servers import RunningServer, own_home, start_kvweave, taking_turns
@@ -40,14 +41,6 @@ SEED = 19  # the order of the questions: not that of the passages
 SETTLE_S = 12.0  # that idle work may take between two requests: who reads an answer takes longer
 WATCH_S = 0.5  # between two looks at memory
 INSTEAD = ("vllm", "contextpilot", "llamacpp", "transformers")
-WORDS = {  # of a system in the table, and how it computes its weights
-    "kvweave": ("kvweave, as it comes", "8 bits"),
-    "full": ("kvweave, nothing reused", "8 bits"),
-    "vllm": ("vLLM, prefix cache", "float32"),
-    "contextpilot": ("ContextPilot + vLLM", "float32"),
-    "llamacpp": ("llama.cpp, prompt cache", "4 bits"),
-    "transformers": ("transformers", "float32"),
-}
 Prompt = Sequence[int]
 
 
@@ -280,11 +273,8 @@ def row_of(
     """Times are of the first `num_alone` replies, which had the machine to themselves."""
     alone = replies[:num_alone]
     pairs = list(zip(questions, replies, strict=True))
-    words, weights = WORDS[name]
     return {
         "system": name,
-        "words": words,
-        "weights": weights,
         "ttft_p50_ms": round(percentile([reply.ttft_ms for reply in alone], 50), 1),
         "ttft_p95_ms": round(percentile([reply.ttft_ms for reply in alone], 95), 1),
         "total_p50_ms": round(percentile([reply.total_ms for reply in alone], 50), 1),
@@ -296,33 +286,6 @@ def row_of(
     }
 
 
-def cells_of(row: Mapping[str, Any]) -> list[str]:
-    """A row of the table, as printed and as README has it."""
-    per_s = row["requests_per_s"]
-    return [
-        row["words"],
-        row["weights"],
-        f"{row['ttft_p50_ms'] / 1e3:.2f} s",
-        f"{row['ttft_p95_ms'] / 1e3:.2f} s",
-        f"{row['total_p50_ms'] / 1e3:.2f} s",
-        "–" if per_s is None else f"{per_s:.2f}",
-        f"{row['peak_mb'] / 1e3:.1f} GB",
-        f"{row['right']} of {row['asked']}",
-    ]
-
-
-COLUMNS = (
-    "system",
-    "weights in",
-    "first token",
-    "… p95",
-    "whole answer",
-    "requests a second",
-    "peak memory",
-    "right answers",
-)
-
-
 def show_instead(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(title="the same documents, questions and prompts")
     for column in COLUMNS:
@@ -330,13 +293,3 @@ def show_instead(rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         table.add_row(*cells_of(row))
     Console(width=150).print(table)
-
-
-def newest_instead(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What stands in front of the runs of a result file: the newest comparison, without answers."""
-    for run in reversed(runs):
-        if "instead" in run:
-            rows = [{k: v for k, v in row.items() if k != "answers"} for row in run["instead"]]
-            named = {name: run[name] for name in ("date", "commit", "device", "config")}
-            return {"instead": {**named, "rows": rows}}
-    return {}
