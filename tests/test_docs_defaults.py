@@ -57,6 +57,12 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 
 QUOTED = [
+    *quoted(
+        "faq.md",
+        ("by {} nats per token at most in the mean", "config:QualitySettings().bound"),
+        ("Below {} stored tokens nothing is fused", "plan.options:MIN_HIT_TOKENS"),
+        ("it gets {} % of the time", "config:round(LibrarySettings().background_share * 100)"),
+    ),
     *quoted("upgrading.md", ("Schema {} of the catalogue", "corpus.migrations:len(MIGRATIONS)")),
     *quoted("clients.md", ("Both find {} chunks unless", "app.answer.question:TOP_K")),
     *quoted(
@@ -364,7 +370,7 @@ QUOTED = [
         ("within `--timeout` ({:g} s)", "serve.access.limits:Limits().request_s"),
         ("`--open-kbs N` ({})", "app.libraries.libraries:LibrariesConfig().open_most"),
         (
-            "`--host-gb G` ({}, or a quarter of the machine's)",
+            "`--host-gb G` ({}, or a quarter of the machine's where that is more)",
             "app.libraries.libraries:LEAST_HOST_BYTES >> 30",
         ),
         ("the request waits {} seconds", "app.libraries.libraries:word(LibrariesConfig().wait_s)"),
