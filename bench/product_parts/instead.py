@@ -38,7 +38,7 @@ from product_parts.workloads import WARM_UP, Hits, Step
 
 KB = "valley"
 SEED = 19  # the order of the questions: not that of the passages
-SETTLE_S = 12.0  # that idle work may take between two requests: who reads an answer takes longer
+SETTLE_S = 2.0  # that idle work may take between two requests, before all others are frozen
 WATCH_S = 0.5  # between two looks at memory
 INSTEAD = ("vllm", "contextpilot", "llamacpp", "transformers")
 Prompt = Sequence[int]
@@ -96,6 +96,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with open_systems(args, folder, note) as systems:
         started_s = time.monotonic() - began_s
         for system in systems:
+            print(f"warming up {system.name}", flush=True)
             warm_up(system, [each.server for each in systems])
         with Watch(systems) as watch:
             replies = ask_one_by_one(systems, one_by_one)
