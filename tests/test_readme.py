@@ -16,6 +16,21 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub and the site make them of headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_to_a_heading_finds_it(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        to = page.parent / target if target else page
+        assert anchor in anchors_of(to), f"{page.name} links to {target}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_page_has_a_hole_in_it(page: Path) -> None:
     assert not re.search(r"^NUMBERS$|@@\w+@@|\bTBD\b|lorem ipsum", page.read_text(), re.MULTILINE)
