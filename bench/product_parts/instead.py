@@ -40,6 +40,7 @@ KB = "valley"
 SEED = 19  # the order of the questions: not that of the passages
 SETTLE_S = 2.0  # that idle work may take between two requests, before all others are frozen
 WATCH_S = 0.5  # between two looks at memory
+FROZEN = {"KVWEAVE_SERVER_ENGINE_S": "0"}  # a server that is frozen for minutes does not hang
 INSTEAD = ("vllm", "contextpilot", "llamacpp", "transformers")
 Prompt = Sequence[int]
 
@@ -101,8 +102,10 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         with Watch(systems) as watch:
             replies = ask_one_by_one(systems, one_by_one)
             per_s: dict[str, float | None] = {}
+            prompts = {s.name: [s.prompt(each.question) for each in at_once] for s in systems}
             for system in systems:
-                some, per_s[system.name] = ask_at_once(systems, system, at_once, args.clients)
+                ids = prompts[system.name]
+                some, per_s[system.name] = ask_at_once(systems, system, at_once, ids, args.clients)
                 replies[system.name] += some
         peak_mb = watch.peak_mb
     asked = [*one_by_one, *at_once]
@@ -140,7 +143,7 @@ def open_systems(
             root = folder / f"instead-{name}"
             root.mkdir()
             copy_of(made, root, KB)
-            server = kept(start_kvweave(name, args.model, root, home))
+            server = kept(start_kvweave(name, args.model, root, home, more=FROZEN))
 
             def ask(question: str, _: Prompt) -> Reply:
                 body = Step(KB, [{"role": "user", "content": question}], kb=KB).body()
@@ -249,13 +252,16 @@ def ask_one_by_one(
 
 
 def ask_at_once(
-    systems: Sequence[System], system: System, questions: Sequence[DemoQuestion], clients: int
+    systems: Sequence[System],
+    system: System,
+    questions: Sequence[DemoQuestion],
+    prompts: Sequence[Prompt],
+    clients: int,
 ) -> tuple[list[Reply], float | None]:
     """Questions not asked before, by so many clients at a time; also requests a second."""
     if not questions:
         return [], None
     servers = list(dict.fromkeys(each.server for each in systems))
-    prompts = [system.prompt(each.question) for each in questions]
     with (
         taking_turns(servers, servers.index(system.server), SETTLE_S),
         ThreadPoolExecutor(clients) as pool,
