@@ -43,3 +43,13 @@ def test_every_file_the_map_names_exists() -> None:
     for name in named:
         places = [REPO / "src" / "kvweave" / name, REPO / name]
         assert any(place.is_file() for place in places), f"ARCHITECTURE.md names {name}"
+
+
+def test_the_front_page_counts_what_the_default_model_was_measured_on() -> None:
+    page = (REPO / "docs" / "calibration.md").read_text()
+    section = page.split("## What Qwen2.5-Coder-0.5B comes with")[1].split("\n## ")[0]
+    counts = [
+        int(n) for n in re.findall(r"^\| [^|]*[A-Za-z][^|]* \| (\d+) \|", section, re.MULTILINE)
+    ]
+    assert len(counts) == 10
+    assert f"measured on {sum(counts):,} prompts" in (REPO / "README.md").read_text()
