@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom site results lock check fix models vllm llamacpp contextpilot others clean
+.PHONY: help serve test test-slow test-ui pictures test-vllm test-clients test-webui test-triton fuzz sbom site results lock check fix models vllm llamacpp contextpilot others clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -39,6 +39,10 @@ test-slow: $(VENV)/.dev models  ## the long tests too
 test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go to build/ui
 	@.ci/browser
 	$(BIN)/python -m pytest -m ui tests/ui
+
+pictures: $(VENV)/.ui  ## take the pictures of README in docs/images: on a machine that does nothing else
+	@.ci/browser
+	$(BIN)/python tests/ui/pictures.py
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm models  ## kvweave inside a real vLLM (CPU build): starts it several times
 	$(BIN)/python -m pytest -m vllm tests/hosts

@@ -244,8 +244,10 @@ def ask_one_by_one(
             before_ms = system.before_ms()
             with taking_turns(servers, servers.index(system.server), SETTLE_S):
                 reply = system.ask(each.question, ids)
-            times = {"ttft_ms": reply.ttft_ms + before_ms, "total_ms": reply.total_ms + before_ms}
-            replies[system.name].append(reply._replace(**times))
+            waited = reply._replace(
+                ttft_ms=reply.ttft_ms + before_ms, total_ms=reply.total_ms + before_ms
+            )
+            replies[system.name].append(waited)
         shown = " · ".join(f"{s.name} {replies[s.name][-1].ttft_ms:,.0f} ms" for s in systems)
         print(f"[{number + 1}/{len(questions)}] {shown}", flush=True)
     return replies
