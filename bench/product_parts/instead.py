@@ -38,7 +38,7 @@ from product_parts.workloads import WARM_UP, Hits, Step
 
 KB = "valley"
 SEED = 19  # the order of the questions: not that of the passages
-SETTLE_S = 2.0  # that idle work may take between two requests, before all others are frozen
+SETTLE_S = 1.0  # that idle work may take between two requests, before all others are frozen
 WATCH_S = 0.5  # between two looks at memory
 FROZEN = {"KVWEAVE_SERVER_ENGINE_S": "0"}  # a server that is frozen for minutes does not hang
 INSTEAD = ("vllm", "contextpilot", "llamacpp", "transformers")
@@ -131,12 +131,10 @@ def open_systems(
     made = prepare(KB, valley(), args.model, args.cache, home)
     tokenizer = Tokenizer(locate(args.model))
     more = {"max_tokens": args.max_tokens, "temperature": 0, "repetition_penalty": 1.0}
-    others: list[RunningServer] = []
     with ExitStack() as stack:
 
         def kept(server: RunningServer) -> RunningServer:
             stack.callback(server.close)
-            others.append(server)
             return server
 
         def kvweave(name: str, fields: Mapping[str, Any]) -> System:
@@ -151,11 +149,8 @@ def open_systems(
 
             return System(name, server, lambda question: (), ask)
 
-        print("starting kvweave, twice", flush=True)
-        full = kvweave("full", {"reuse": "full"})
-
         def search(kb: str, question: str) -> Hits:
-            reply = full.server.http.post(f"/v1/kb/{kb}/search", json={"query": question})
+            reply = kvweaves[-1].server.http.post(f"/v1/kb/{kb}/search", json={"query": question})
             reply.raise_for_status()
             hits: Hits = reply.json()["data"]
             return hits
@@ -172,7 +167,7 @@ def open_systems(
 
             return System(name, server, prompt, ask)
 
-        systems = [kvweave("kvweave", {}), full]
+        systems: list[System] = []
         finders = {
             "vllm": lambda: find_vllm(REPO / ".venv-vllm"),
             "contextpilot": lambda: find_contextpilot(REPO / ".venv-contextpilot"),
@@ -211,7 +206,9 @@ def open_systems(
             print("starting transformers", flush=True)
             server = kept(start_transformers(python, args.model, folder))
             systems.append(stranger("transformers", server, {}))
-        yield systems
+        print("starting kvweave, twice", flush=True)  # last: in idle time it would slow the others
+        kvweaves = [kvweave("kvweave", {}), kvweave("full", {"reuse": "full"})]
+        yield [*kvweaves, *systems]
 
 
 def valley() -> list[Record]:

@@ -46,7 +46,8 @@ def main() -> None:
             fill(url)
             with running_browser() as browser:
                 with visiting(browser, url, color_scheme="light") as visit:
-                    take_answers(out, visit.go("chat/new"), [known[question] for question in ASKED])
+                    for question in ASKED:  # each in a conversation of its own
+                        take_answer(out, visit.go("chat/new"), known[question])
                     take_comparison(out, visit.go("compare"), known[COMPARED])
                 with visiting(browser, url, color_scheme="dark") as visit:
                     page = visit.go("documents/valley")
@@ -80,18 +81,17 @@ def wait_until_ready(http: httpx.Client) -> None:
     raise SystemExit("the server was not ready in time")
 
 
-def take_answers(out: Path, page: Page, questions: list[DemoQuestion]) -> None:
-    """Chat, and the last answer token by token."""
+def take_answer(out: Path, page: Page, question: DemoQuestion) -> None:
+    """Chat, and the answer token by token."""
     page.get_by_label("Knowledge base").select_option("valley")
-    for number, each in enumerate(questions, start=1):
-        page.get_by_label("Your question").fill(each.question)
-        page.keyboard.press("Enter")
-        expect(page.locator(DONE)).to_have_count(number, timeout=PATIENCE_MS)
-        text = page.locator(DONE).last.inner_text()
-        assert each.is_answered_by(text), f"{each.question} {text}"
-    expect(page.locator(DONE).last.locator(".timing")).to_contain_text("sooner")
+    page.get_by_label("Your question").fill(question.question)
+    page.keyboard.press("Enter")
+    expect(page.locator(DONE)).to_have_count(1, timeout=PATIENCE_MS)
+    answer = page.locator(DONE)
+    assert question.is_answered_by(answer.inner_text()), answer.inner_text()
+    expect(answer.locator(".timing")).to_contain_text("sooner")
     keep(out, page, "ui-chat")
-    page.locator(DONE).last.get_by_role("link", name="Details").click()
+    answer.get_by_role("link", name="Details").click()
     expect(page.locator(".tokens[data-filled]")).to_be_visible()
     keep(out, page, "ui-details")
 
