@@ -90,6 +90,7 @@ def take_answer(out: Path, page: Page, question: DemoQuestion) -> bool:
     page.keyboard.press("Enter")
     expect(page.locator(DONE)).to_have_count(1, timeout=PATIENCE_MS)
     answer = page.locator(DONE)
+    expect(answer.locator(".timing")).to_contain_text("to the first token")
     text = answer.inner_text()
     if not question.is_answered_by(text) or "sooner" not in text:
         return False
