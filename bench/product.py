@@ -178,7 +178,7 @@ MOST_OVER_FULL = 1.05
 SETTLE_S = 12.0  # that idle work may take between two requests: who reads an answer takes longer
 REST_S = 5.0  # behind the last one, for what begins only when nothing was asked for a while
 LAST_SETTLE_S = 60.0
-INSTEAD_TOKENS = 32  # of an answer of --instead
+INSTEAD_TOKENS = 48  # of an answer of --instead: as bench/answers.py has it
 NUM_COLD = 2  # prompts of a workload that vLLM computes without its cache
 
 
