@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 LLAMACPP := .venv-llamacpp
+CONTEXTPILOT := .venv-contextpilot
 CLIENTS := .venv-clients
 WEBUI := .venv-openwebui
 TRITON := .venv-triton
@@ -16,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PORT ?= 8321
 MODEL ?=
 
-.PHONY: help serve test test-slow test-ui test-vllm test-clients test-webui test-triton fuzz sbom site results lock check fix models vllm llamacpp clean
+.PHONY: help serve test test-slow test-ui pictures test-vllm test-clients test-webui test-triton fuzz sbom site results lock check fix models vllm llamacpp contextpilot others clean
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -38,6 +39,10 @@ test-slow: $(VENV)/.dev models  ## the long tests too
 test-ui: $(VENV)/.ui models  ## the web page in a real browser; screenshots go to build/ui
 	@.ci/browser
 	$(BIN)/python -m pytest -m ui tests/ui
+
+pictures: $(VENV)/.ui  ## take the pictures of README in docs/images: on a machine that does nothing else
+	@.ci/browser
+	$(BIN)/python tests/ui/pictures.py
 
 test-vllm: $(VENV)/.dev $(VLLM)/.vllm models  ## kvweave inside a real vLLM (CPU build): starts it several times
 	$(BIN)/python -m pytest -m vllm tests/hosts
@@ -97,10 +102,14 @@ models: $(VENV)/.serve  ## fetch the models of the tests once into the user's ca
 
 vllm: $(VLLM)/.vllm  ## build an environment with vLLM's CPU build and kvweave in it, for bench/product.py and make test-vllm
 
-llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py
+llamacpp: $(LLAMACPP)/.llamacpp  ## build an environment with llama.cpp, for bench/prefill.py and bench/product.py
+
+contextpilot: $(CONTEXTPILOT)/.contextpilot  ## build an environment with ContextPilot, for bench/product.py --instead
+
+others: $(VENV)/.dev vllm llamacpp contextpilot  ## build all that bench/product.py --instead compares with
 
 clean:  ## remove the virtual environments and caches (not the models)
-	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CLIENTS) $(WEBUI) $(TRITON) $(SITE) $(SENT) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VLLM) $(LLAMACPP) $(CONTEXTPILOT) $(CLIENTS) $(WEBUI) $(TRITON) $(SITE) $(SENT) .mypy_cache .ruff_cache .pytest_cache
 
 # torch goes in first and pinned: asked for by another package it may bring another build along.
 $(VENV)/.torch: constraints.txt
@@ -176,4 +185,11 @@ $(LLAMACPP)/.llamacpp: Makefile
 	@echo "setting up $(LLAMACPP) (once, a minute)"
 	@test -x $(LLAMACPP)/bin/python || $(PYTHON) -m venv $(LLAMACPP)
 	@$(LLAMACPP)/bin/pip install --quiet --disable-pip-version-check --only-binary=:all: xllamacpp==2026.10.11549
+	@touch $@
+
+# what it needs in order to order chunks; its servers, which bring much more, are not asked
+$(CONTEXTPILOT)/.contextpilot: Makefile constraints.txt
+	@echo "setting up $(CONTEXTPILOT) (once, a minute)"
+	@test -x $(CONTEXTPILOT)/bin/python || $(PYTHON) -m venv $(CONTEXTPILOT)
+	@$(CONTEXTPILOT)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt contextpilot==0.5.0
 	@touch $@

@@ -2,6 +2,7 @@
 
     python bench/product.py --data ../shared/data --out bench/results/product-cpu.json
     python bench/product.py --data ../shared/data --quick
+    python bench/product.py --instead --out bench/results/product-cpu.json
 
 Starts `kvweave serve` with nothing but a port and a folder of knowledge bases and asks it over HTTP
 as clients do, streamed; the time to the first token is the client's. Five workloads: the same
@@ -30,6 +31,13 @@ default ÷ p50 of full over all groups of requests. The run's machine profile is
 the first server. `answer_speedup` is the median of plain ÷ default of whole answers; give them
 `--max-tokens 64`. About 20 minutes on two cores, and a few more the first time, when chunk KV is
 made (kept in bench/cache). Time nothing while something else runs.
+
+With --instead it compares what people would use instead, on the documents and questions of
+`kvweave demo`, whose answers are known: vLLM's CPU build, ContextPilot in front of it, llama.cpp's
+server and plain transformers (`make others` builds them), beside kvweave with and without reuse.
+The questions come one by one, then others from --clients clients at a time. One table: time to the
+first token, whole answers, requests per second, peak memory, right answers. About 20 minutes on two
+cores; product_parts/instead.py has the rules.
 """
 
 import argparse
@@ -49,6 +57,7 @@ from rich.table import Table
 
 from common.files import CACHE, REPO
 from common.results import finish, result_header
+from kvweave.model.files.embedded import DEFAULT, FALLBACK
 from kvweave.model.files.locate import locate
 from kvweave.text.tokenizer import Tokenizer
 from product_parts.asking import Event, Refused, Reply, ask_chat, ask_ids
@@ -64,6 +73,8 @@ from product_parts.figures import (
     same_answers,
     speedup,
 )
+from product_parts.instead import INSTEAD, compare, show_instead
+from product_parts.instead_table import newest_instead
 from product_parts.knowledge import (
     copy_of,
     mtrag_conversations,
@@ -167,6 +178,7 @@ MOST_OVER_FULL = 1.05
 SETTLE_S = 12.0  # that idle work may take between two requests: who reads an answer takes longer
 REST_S = 5.0  # behind the last one, for what begins only when nothing was asked for a while
 LAST_SETTLE_S = 60.0
+INSTEAD_TOKENS = 48  # of an answer of --instead: as bench/answers.py has it
 NUM_COLD = 2  # prompts of a workload that vLLM computes without its cache
 
 
@@ -472,22 +484,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = ["same_documents", "chat", "conversations", "skewed_stream", "novel_orders"]
     parser.add_argument(
-        "--data",
-        type=Path,
-        required=True,
-        help="folder with squad_v1.1_dev, mtrag, kb_kubernetes_docs",
+        "--data", type=Path, help="folder with squad_v1.1_dev, mtrag, kb_kubernetes_docs"
     )
-    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--model", help=f"{FALLBACK}; {DEFAULT} with --instead")
     parser.add_argument("--workloads", nargs="+", choices=names, default=names)
     parser.add_argument("--quick", action="store_true", help="a few requests of each: 3 minutes")
-    parser.add_argument("--others", nargs="*", choices=OTHERS, default=OTHERS, help="beside it")
-    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="of an answer")
+    parser.add_argument("--others", nargs="*", choices=INSTEAD, help="beside it; all if not given")
+    parser.add_argument("--max-tokens", type=int, help="of an answer")
     parser.add_argument("--plain", action="store_true", help="an arm that copies no tokens, too")
     parser.add_argument("--cache", type=Path, default=CACHE, help="keeps chunk KV between runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--instead", action="store_true", help="compare what people would use")
+    parser.add_argument("--questions", type=int, default=20, help="--instead: one by one")
+    parser.add_argument("--load-questions", type=int, default=12, help="--instead: at a time")
+    parser.add_argument("--clients", type=int, default=4, help="--instead: that ask at a time")
     args = parser.parse_args()
+    if args.data is None and not args.instead:
+        parser.error("--data is needed without --instead")
+    known = INSTEAD if args.instead else OTHERS
+    args.others = list(known) if args.others is None else args.others
+    if unknown := set(args.others) - set(known):
+        parser.error(f"--others {' '.join(sorted(unknown))} needs --instead")
+    args.model = args.model or (DEFAULT if args.instead else FALLBACK)
+    args.max_tokens = args.max_tokens or (INSTEAD_TOKENS if args.instead else MAX_TOKENS)
     began_s = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or frozen servers would stay behind
+    if args.instead:
+        run_instead(args)
+        return
     with tempfile.TemporaryDirectory(prefix="kvweave-product-") as temporary:
         world = World(args, Path(temporary))
         workloads = world.workloads()
@@ -524,7 +548,18 @@ def main() -> None:
             **fields,
         },
         args.out,
+        newest_instead,
     )
+
+
+def run_instead(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvweave-product-") as temporary:
+        found = compare(args, Path(temporary))
+    show_instead(found["instead"])
+    config = {name: getattr(args, name) for name in ("model", "questions", "load_questions")}
+    config |= {"clients": args.clients, "max_tokens": args.max_tokens}
+    result = {**result_header("product", "cpu"), "config": config, **found}
+    finish(__doc__, result, args.out, newest_instead)
 
 
 @contextmanager

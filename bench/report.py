@@ -1,6 +1,7 @@
 """What did every bench find, and what of it is older than the code it measures?
 
-Writes docs/results.md with its pictures, and docs/coverage.md, from bench/results/*.json:
+Writes docs/results.md with its pictures, docs/coverage.md and the table in README, from
+bench/results/*.json:
 
     python bench/report.py
     python bench/report.py --check     # writes nothing; exit code 1 where a page is not up to date
@@ -15,7 +16,8 @@ results` runs this as `kvweave bench report`.
 import argparse
 import sys
 
-from report_parts import coverage_page, results_page
+from common.files import REPO
+from report_parts import coverage_page, readme_table, results_page
 from report_parts.history import num_changes, why_unknown
 from report_parts.plots import write_pictures
 from report_parts.results_page import RunKey, key_of, marked_in, runs_on_the_page
@@ -57,16 +59,16 @@ def main() -> int:
     else:
         older = older_runs()
     behind = write_pictures(check=args.check)
-    for page in (results_page, coverage_page):
+    for page in (results_page, coverage_page, readme_table):
         text = page.render(older)
         if page.PAGE.is_file() and page.PAGE.read_text() == text:
             continue
         behind += 1
         if args.check:
-            print(f"docs/{page.PAGE.name} is not what `make results` writes")
+            print(f"{page.PAGE.relative_to(REPO)} is not what `make results` writes")
         else:
             page.PAGE.write_text(text)
-            print(f"docs/{page.PAGE.name} written")
+            print(f"{page.PAGE.relative_to(REPO)} written")
     shown = len(list(runs_on_the_page()))
     print(f"{len(older)} of {shown} runs on the page are older than the code they measure")
     return int(bool(behind) and args.check)

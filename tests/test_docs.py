@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 
 from kvweave.cli import COMMANDS
+from kvweave.cli.bench import read_table
+from kvweave.config import known_keys
 from kvweave.engine.config import EngineConfig
 from kvweave.serve.wire.chat import ChatRequest
 
 TESTS = Path(__file__).resolve().parent
-DOCS = TESTS.parent / "docs"
+ROOT = TESTS.parent
+DOCS = ROOT / "docs"
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(ROOT.glob("*.md")), ROOT / "bench" / "README.md"]
+NO_SETTINGS = {"HOME", "API_KEYS", "API_KEY", "NATIVE", "CONFIG", "URL", "COMPLETE"}
+# what Kubernetes sets by itself; examples of names that are not there
+NOT_OURS = {"SERVICE_HOST", "PORT", "SECTION_KEY"}
+NOT_KEPT = {"build/sbom.json", "kv/demand.json", "bench/NAME.py", "bench/NAME/run.py"}  # made
 
 
 def first_column(text: str) -> set[str]:
@@ -76,3 +84,37 @@ def test_tests_that_a_page_names_are_there() -> None:
     }
     assert named
     assert named <= there, named - there
+
+
+def names_on(page: Path, pattern: str) -> set[str]:
+    return set(re.findall(pattern, page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_and_variables_that_a_page_names_are_there(page: Path) -> None:
+    """A changelog is of other days."""
+    if page.name == "CHANGELOG.md":
+        return
+    keys = {str(key) for key in known_keys()}
+    sections = "|".join({key.partition(".")[0] for key in keys})
+    files = {"model.gguf", "model.safetensors"}
+    assert names_on(page, rf"`((?:{sections})\.[a-z_0-9]+)[` =]") <= keys | files
+    variables = {key.upper().replace(".", "_") for key in keys} | NO_SETTINGS | NOT_OURS
+    assert names_on(page, r"\bKVWEAVE_([A-Z0-9_]+[A-Z0-9])") <= variables | {"MODEL"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_source_files_that_a_page_names_are_there(page: Path) -> None:
+    if page.name == "CHANGELOG.md":
+        return
+    named = names_on(page, r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|c|h|json|yaml|sh|toml|js))`") - NOT_KEPT
+    ui = ROOT / "src/kvweave/serve/ui/static"
+    package = ROOT / "src/kvweave"
+    roots = (ROOT, ROOT / "bench", ROOT / "src", package, package / "kernels", ui)
+    assert {name for name in named if not any((root / name).is_file() for root in roots)} == set()
+
+
+def test_benches_that_a_page_runs_by_name_are_in_the_table() -> None:
+    named = {name for page in PAGES for name in names_on(page, r"kvweave bench run ([\w-]+)")}
+    assert named
+    assert named - {"NAME"} <= read_table().keys()

@@ -57,6 +57,12 @@ def quoted(page: str, *rows: tuple[str, ...]) -> list[Quoted]:
 
 
 QUOTED = [
+    *quoted(
+        "faq.md",
+        ("by {} nats per token at most in the mean", "config:QualitySettings().bound"),
+        ("Below {} stored tokens nothing is fused", "plan.options:MIN_HIT_TOKENS"),
+        ("it gets {} % of the time", "config:round(LibrarySettings().background_share * 100)"),
+    ),
     *quoted("upgrading.md", ("Schema {} of the catalogue", "corpus.migrations:len(MIGRATIONS)")),
     *quoted("clients.md", ("Both find {} chunks unless", "app.answer.question:TOP_K")),
     *quoted(
@@ -124,7 +130,7 @@ QUOTED = [
             "config:LibrarySettings().parse_s",
             "config:LibrarySettings().parse_bytes >> 30",
         ),
-        ("leaves when there was none for {:g} s)", "corpus.parsers.child:IDLE_S"),
+        ("leaves when there was none for {:g} s.", "corpus.parsers.child:IDLE_S"),
         ("Texts of up to {} KiB are parsed", "corpus.parsers.parser_process:SHORT_BYTES >> 10"),
     ),
     *quoted("server.md", ("| `messages` | {} at most;", "serve.wire.base:MOST_MESSAGES")),
@@ -179,7 +185,7 @@ QUOTED = [
     ),
     *quoted(
         "planner.md",
-        ("where a fifth of the requests are", "plan.recent_requests:LIKELY_TURNS == 1 / 5"),
+        ("Where a fifth of the requests are", "plan.recent_requests:LIKELY_TURNS == 1 / 5"),
         ("and four such paths wait at a time", "app.auto.auto_planner:MOST_FED_PATHS == 4"),
         ("The {} prompts used last are kept up", "app.library.kv_behind:MOST_PREAMBLES"),
         ("take half of the model's context at most", "app.answer.answerer:HISTORY_SHARE == 2"),
@@ -330,12 +336,12 @@ QUOTED = [
     ),
     *quoted(
         "server.md",
-        ("(and none ended within {:g} s)", "engine.background:QUIET_S if QUIET_S else 0.5"),
+        ("and none ended within {:g} s,", "engine.background:QUIET_S if QUIET_S else 0.5"),
         ("told it takes {:g} % of the time", "engine.background:BUSY_SHARE * 100"),
         ("embedding takes {:g} % of the time", "app.libraries.embedders:BUSY_SHARE * 100"),
         ("in the making, {:g} ms at a time", "app.libraries.embedders:SLICE_S * 1000"),
         ("a quarter of that while somebody", "engine.background:AWAITED == 1 / 4"),
-        ("on as fast as it can, {:g} ms at a time", "engine.background:SLICE_S * 1e3"),
+        ("It works {:g} ms at a time", "engine.background:SLICE_S * 1e3"),
         ("is taken behind it, {:g} s at most", "engine.background:MOST_SAVED_S"),
         ("out every {:g} s in which nothing else does", "serve.wire.sse:HEARTBEAT_S"),
         ("chunks of this knowledge base ({}),", "app.answer.question:TOP_K"),
@@ -364,7 +370,7 @@ QUOTED = [
         ("within `--timeout` ({:g} s)", "serve.access.limits:Limits().request_s"),
         ("`--open-kbs N` ({})", "app.libraries.libraries:LibrariesConfig().open_most"),
         (
-            "`--host-gb G` ({}, or a quarter of the machine's)",
+            "`--host-gb G` ({}, or a quarter of the machine's where that is more)",
             "app.libraries.libraries:LEAST_HOST_BYTES >> 30",
         ),
         ("the request waits {} seconds", "app.libraries.libraries:word(LibrariesConfig().wait_s)"),

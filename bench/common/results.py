@@ -45,13 +45,21 @@ def stolen_share() -> float:
     return round(stolen / max(1, wanted), 3)
 
 
-def finish(question: str, result: Mapping[str, Any], out: Path | None = None) -> None:
+Summary = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+
+
+def finish(
+    question: str,
+    result: Mapping[str, Any],
+    out: Path | None = None,
+    summary: Summary = lambda runs: {},
+) -> None:
     """Print the last line of a bench; with `out`, save the run there too.
 
-    `question` is the bench's docstring: its first line asks it.
+    `question` is the bench's docstring: its first line asks it. `summary` is that of `save_run`.
     """
     if out is not None:
-        save_run(question, result, out)
+        save_run(question, result, out, summary)
     print(json.dumps({**result, "stolen": stolen_share()}))
 
 
@@ -59,7 +67,7 @@ def save_run(
     question: str,
     result: Mapping[str, Any],
     out: Path,
-    summary: Callable[[list[dict[str, Any]]], Mapping[str, Any]] = lambda runs: {},
+    summary: Summary = lambda runs: {},
 ) -> None:
     """Add a run to `out`, which is made if there is none.
 

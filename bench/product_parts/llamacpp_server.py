@@ -17,7 +17,7 @@ import sys, threading, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.port = sys.argv[1], int(sys.argv[2])
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
-params.n_ctx, params.n_parallel = int(sys.argv[4]), 1
+params.n_ctx, params.n_parallel = int(sys.argv[4]), int(sys.argv[7])
 if int(sys.argv[5]):
     kinds = xllamacpp.common_speculative_type
     params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
@@ -40,13 +40,13 @@ def find_llamacpp(venv: Path, model: str) -> tuple[Path | None, str]:
 
 
 def start_llamacpp(
-    python: Path, model: str, folder: Path, copies: int = 0, match: int = 0
+    python: Path, model: str, folder: Path, copies: int = 0, match: int = 0, slots: int = 1
 ) -> RunningServer:
     """Its OpenAI server, once it is healthy. It drafts up to `copies` tokens behind a `match` of so
-    many; 0: none."""
+    many; 0: none. `slots` requests are answered at a time."""
     port, threads = free_port(), len(os.sched_getaffinity(0))
     command = [str(python), "-c", SERVE, str(locate(model) / "model.gguf")]
-    command += list(map(str, (port, threads, CONTEXT, copies, match)))
+    command += list(map(str, (port, threads, CONTEXT, copies, match, slots)))
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = ServerProcess("llama.cpp", command, env, folder / "llamacpp.log", folder)
     server = RunningServer(process, f"http://127.0.0.1:{port}")

@@ -44,11 +44,15 @@ def verdict_of(claim: Claim) -> str:
 
 
 def _row(claim: Claim, older: Collection[RunKey]) -> str:
-    ours = re.sub(
-        r"\{([\w-]+):(\w+)\}", lambda found: _value(found[1], found[2], older), claim.ours
-    )
+    ours = fill_in(claim.ours, older)
     command = "–" if claim.command == NONE else f"`{claim.command}`"
     return f"| {claim.where} | {claim.says} | {ours} | {command} | {claim.verdict} |"
+
+
+def fill_in(words: str, older: Collection[RunKey]) -> str:
+    """Put the values of figures, `{FILE:name}`, into words; those of older code are marked."""
+    figures = r"\{([\w-]+):(\w+)\}"
+    return re.sub(figures, lambda found: _value(found[1], found[2], older), words)
 
 
 def _value(file: str, name: str, older: Collection[RunKey]) -> str:

@@ -8,7 +8,19 @@ after the run. They name what a figure depends on, not everything that ran.
 from collections.abc import Sequence
 from functools import partial
 
-from report_parts.figures import Figure, Result, Run, listed, of_full, only, percent, pick, times
+from product_parts.instead_table import WORDS
+from report_parts.figures import (
+    Figure,
+    Result,
+    Run,
+    listed,
+    of_full,
+    only,
+    percent,
+    pick,
+    runs_of,
+    times,
+)
 from report_parts.shown_figures import FIGURES_CPU
 
 
@@ -86,6 +98,13 @@ def over_vllm(run: Run, group: str) -> str:
     return times(vllm / ours)
 
 
+def instead_of(run: Run, system: str) -> str:
+    """First token, requests a second and right answers of a system that people would use."""
+    row = pick(run["instead"], system=system)
+    right = f"{row['right']} of {row['asked']} right"
+    return f"{row['ttft_p50_ms'] / 1e3:.2f} s, {row['requests_per_s']:.2f} a second, {right}"
+
+
 def flag_of(run: Run, wanted: str, value: str) -> str:
     """The value, from a run that was asked for `wanted`."""
     if wanted not in " ".join(run["args"]):
@@ -97,6 +116,16 @@ COPIED = (
     "tokens per second over plain decoding, one answer at a time: question / long answer / "
     "summary / quote / conversation",
     copied_over_plain,
+)
+# none before the first run of `bench/product.py --instead` is stored
+INSTEAD = tuple(
+    Figure(
+        f"instead_{name}", f"{words}: first token, p50; requests", partial(instead_of, system=name)
+    )
+    for name, (words, _) in WORDS.items()
+    if any(
+        row["system"] == name for run in runs_of("product-cpu") for row in run.get("instead", ())
+    )
 )
 
 
@@ -162,6 +191,7 @@ SHOWN = (
                 "… orders never seen",
                 lambda r: times(only(r, model="qwen2.5-coder-0.5b")["novel_orders_speedup"]),
             ),
+            *INSTEAD,
         ),
         "RAGCache, first token over vLLM with Faiss on A10G and H800: 1.2 to 4 times. Ours is "
         "on two CPU cores; vLLM computed in float32 there and we in 8 bits, which alone is more "

@@ -15,12 +15,14 @@ import pytest
 from common.files import REPO
 from kvweave.app.library.runtime import ModelRuntime
 from kvweave.app.weave import Weave
+from kvweave.demo import DemoQuestion, read_questions, titles_of
 from kvweave.model.files.locate import locate
 from kvweave.model.load import load_decoder
 from kvweave.text.prompt import SYSTEM
 from kvweave.text.tokenizer import Tokenizer
 from product import GROUPS, MECHANISMS, Cold, beside, headline, misses, show
 from product_parts.asking import Refused, Reply, ask_chat, ask_ids
+from product_parts.contextpilot_order import find_contextpilot
 from product_parts.figures import (
     LEAST_MS,
     Asked,
@@ -34,9 +36,12 @@ from product_parts.figures import (
     percentile,
     same_answers,
 )
+from product_parts.instead import row_of, valley
+from product_parts.instead_table import COLUMNS, WORDS, cells_of, newest_instead
 from product_parts.knowledge import Conversation, mtrag_conversations, mtrag_passages
 from product_parts.llamacpp_server import find_llamacpp, start_llamacpp
 from product_parts.servers import RunningServer, ServerProcess, settle, taking_turns
+from product_parts.transformers_server import start_transformers
 from product_parts.vllm_server import PromptIds, find_vllm
 from product_parts.workloads import MAX_TOKENS, QUICK, Step, conversations, never_repeated
 from worlds.serving import serving
@@ -399,6 +404,58 @@ def test_llama_cpp_answers_the_same_tokens(tmp_path: Path) -> None:
         server.close()
     assert reply.prompt_tokens == len(ids)
     assert reply.text
+
+
+def test_a_missing_contextpilot_is_said_in_a_line(tmp_path: Path) -> None:
+    python, why = find_contextpilot(tmp_path / ".venv-contextpilot")
+    assert python is None
+    assert "make contextpilot" in why
+
+
+def test_plain_transformers_answers_the_same_tokens(
+    tmp_path: Path, chat_model_folder: Path
+) -> None:
+    ids = Tokenizer(chat_model_folder).encode_chat([{"role": "user", "content": "Say hello."}])
+    server = start_transformers(Path(sys.executable), str(chat_model_folder), tmp_path)
+    try:
+        replies = [ask_ids(server.http, ids, 3, {}) for _ in range(2)]
+    finally:
+        server.close()
+    assert [reply.prompt_tokens for reply in replies] == [len(ids)] * 2
+    assert 1 <= replies[0].answer_tokens <= 3
+    assert replies[0].text == replies[1].text, "greedy"
+
+
+# ── what people would use instead ────────────────────────────────────────────
+
+
+def test_times_are_of_questions_asked_alone_and_right_answers_of_all() -> None:
+    questions = [DemoQuestion("?", (answer,), ()) for answer in ("24", "Patience", "73")]
+    replies = [
+        Reply(ms, 2 * ms, text, 600, None, 4)
+        for ms, text in ((100, "It is 24."), (300, "Prudence"), (9000, "73 people"))
+    ]
+    row = row_of("vllm", replies, questions, 2)
+    assert (row["ttft_p50_ms"], row["total_p50_ms"]) == (200, 400)
+    assert (row["right"], row["asked"]) == (2, 3)
+    cells = cells_of(row | {"requests_per_s": 0.5, "peak_mb": 4200})
+    assert cells == [*WORDS["vllm"], "0.20 s", "0.29 s", "0.40 s", "0.50", "4.2 GB", "2 of 3"]
+    assert len(cells) == len(COLUMNS)
+    assert "–" in cells_of(row | {"requests_per_s": None, "peak_mb": 4200})
+
+
+def test_a_result_file_begins_with_the_newest_comparison() -> None:
+    named = {"date": "then", "commit": "c", "device": "d", "config": {}}
+    rows = [{"system": "vllm", "right": 1, "answers": ["24"]}]
+    found = newest_instead([{"date": "before"}, {**named, "instead": rows}, {"date": "now"}])
+    assert found == {"instead": {**named, "rows": [{"system": "vllm", "right": 1}]}}
+    assert newest_instead([{"date": "now"}]) == {}
+
+
+def test_the_passages_of_the_comparison_have_the_titles_that_questions_name() -> None:
+    titles = {passage["title"] for passage in valley()}
+    for question in read_questions():
+        assert titles_of(question) <= titles
 
 
 def test_a_quick_run_asks_of_everything() -> None:

@@ -11,7 +11,7 @@ import pytest
 import report
 from common.files import REPO, RESULTS
 from kvweave.cli.bench import read_table
-from report_parts import coverage_page, history, results_page
+from report_parts import coverage_page, history, readme_table, results_page
 from report_parts.figures import Figure, Result, runs_of, show
 from report_parts.papers import NONE, PAPERS, Claim
 from report_parts.plots import PICTURES, draw
@@ -20,7 +20,9 @@ from report_parts.shown import SHOWN
 CLAIMS = [claim for claims in PAPERS.values() for claim in claims]
 
 
-@pytest.mark.parametrize("page", [results_page, coverage_page], ids=lambda page: page.PAGE.name)
+@pytest.mark.parametrize(
+    "page", [results_page, coverage_page, readme_table], ids=lambda page: page.PAGE.name
+)
 def test_the_pages_are_made_again_byte_for_byte(page: Any) -> None:
     marked = results_page.marked_in(results_page.PAGE.read_text())
     assert page.render(marked) == page.PAGE.read_text(), "`make results` writes it anew"
