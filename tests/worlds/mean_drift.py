@@ -7,7 +7,6 @@ from torch import Tensor
 from kvweave.fuse import drift
 from kvweave.fuse.protocol import FusionDecoder
 from kvweave.fuse.request import ChunkSpan
-from kvweave.fuse.stitched import Stitched
 from kvweave.kernels.rope import Angles, rotate
 
 
@@ -30,8 +29,5 @@ def move_by_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return move
 
-    lay = Stitched.lay
     monkeypatch.setattr(drift, "run_by_run", mover)
     monkeypatch.setattr(drift, "all_at_once", mover)
-    # never on the way, before keys are turned
-    monkeypatch.setattr(Stitched, "lay", lambda self, layer, _=None: lay(self, layer))
