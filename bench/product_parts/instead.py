@@ -107,6 +107,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 ids = prompts[system.name]
                 some, per_s[system.name] = ask_at_once(systems, system, at_once, ids, args.clients)
                 replies[system.name] += some
+        note_other_prompts(replies, note)
         peak_mb = watch.peak_mb
     asked = [*one_by_one, *at_once]
     rows = [
@@ -209,6 +210,14 @@ def open_systems(
         print("starting kvweave, twice", flush=True)  # last: in idle time it would slow the others
         kvweaves = [kvweave("kvweave", {}), kvweave("full", {"reuse": "full"})]
         yield [*kvweaves, *systems]
+
+
+def note_other_prompts(replies: Mapping[str, Sequence[Reply]], note: Callable[[str], None]) -> None:
+    """Say where systems were not asked the same: a prompt of another length is another prompt."""
+    for number, same in enumerate(zip(*replies.values(), strict=True)):
+        lengths = dict(zip(replies, (reply.prompt_tokens for reply in same), strict=True))
+        if len(set(lengths.values())) > 1:
+            note(f"question {number} was not the same prompt everywhere: {lengths} tokens")
 
 
 def valley() -> list[Record]:
