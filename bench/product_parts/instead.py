@@ -274,6 +274,7 @@ def ask_at_once(
         taking_turns(servers, servers.index(system.server), SETTLE_S),
         ThreadPoolExecutor(clients) as pool,
     ):
+        system.server.reconnect()
         began_s = time.perf_counter()
         replies = list(pool.map(system.ask, [each.question for each in questions], prompts))
         took_s = time.perf_counter() - began_s

@@ -104,11 +104,20 @@ class RunningServer:
 
     def __init__(self, process: ServerProcess, url: str) -> None:
         self.process = process
-        self.http = httpx.Client(base_url=url, timeout=httpx.Timeout(600.0))
+        self._url = url
+        self.http = self._connect()
 
     @property
     def name(self) -> str:
         return self.process.name
+
+    def _connect(self) -> httpx.Client:
+        return httpx.Client(base_url=self._url, timeout=httpx.Timeout(600.0))
+
+    def reconnect(self) -> None:
+        """Leave the connections there were: a server that was frozen for minutes may drop them."""
+        self.http.close()
+        self.http = self._connect()
 
     def metrics(self) -> dict[str, float]:
         """Series of /metrics, labels and all, with their values."""
