@@ -542,11 +542,11 @@ CRAFT = (
         "Fig. 12",
         "19 to 38 % of KV is not computed",
         "MMLU (10,000 requests) / NQ (5,025) / MTRAG (343), unbounded tree; 4 GiB: "
-        "{ordering-cpu:avoided}; by frequency, in powers of two, there {ordering-cpu:craft}; MTRAG "
-        "with nothing sent twice {ordering-cpu:dedup}. Of the first 2,000 requests the most that any order can find; "
-        "aligned as found; found by ours; by frequencies known beforehand: {ordering-cpu:apart}; "
-        "points lost to the order; to 4 GiB; to the window: {ordering-cpu:lost}. ContextPilot, "
-        "ours beside it: {ordering-cpu:contextpilot}",
+        "{ordering-cpu:avoided}; by frequency, in powers of two, there {ordering-cpu:craft}; "
+        "MTRAG with nothing sent twice {ordering-cpu:dedup}. Of the first 2,000 requests the most "
+        "that any order can find; aligned as found; found by ours; by frequencies known "
+        "beforehand: {ordering-cpu:apart}; points lost to the order; to 4 GiB; to the window: "
+        "{ordering-cpu:lost}. ContextPilot, ours beside it: {ordering-cpu:contextpilot}",
         "bench/ordering.py",
         "mixed: in their range on MMLU's 10,000 requests, in 4 GiB just below it (18.9 %); worse "
         "on NQ and MTRAG, where less is shared; ahead of a plain order by frequency and of "

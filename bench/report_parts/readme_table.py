@@ -85,8 +85,8 @@ CLAIMS = (  # what, the figure, the command
     ),
     ("… a loss: where nothing can be reused, 8K / 32K", "{vllm-h200:nothing}", ""),
     (
-        "GPU, random weights: first token at 15 % of 32K, KV in host memory: EPIC / FusionRAG / QCFuse "
-        "/ `weave`, against full prefill",
+        "GPU, random weights: first token at 15 % of 32K, KV in host memory: EPIC / FusionRAG "
+        "/ QCFuse / `weave`, against full prefill",
         "{ttft-h200:15_32k}",
         "bench/ttft/run.py --device cuda",
     ),

@@ -679,7 +679,7 @@ SHOWN = (
                 "highest upper end of an interval of the mean KL (bound: 0.02)",
                 highest_kl,
             ),
-            Figure("kl_smollm2", "… SmolLM2", lambda r: highest_kl(only(r, model="smollm2"))),
+            Figure("kl_smollm2", "… SmolLM2", lambda r: highest_kl(pick([r], model="smollm2"))),
         ),
     ),
     Result(
