@@ -102,10 +102,11 @@ def measure(way: Way, k: int, at_once: int, args: argparse.Namespace) -> dict[st
     """One way in a Weave of its own."""
     requests = read_requests(args.data, args.warm + args.requests, k)
     warm, counted = requests[: args.warm], requests[args.warm :]
-    library = LibrarySettings(promotion=1, remembered_bytes=REMEMBERED)
+    reads_chunks = way.reuse not in ("full", "prefix")
+    library = LibrarySettings(promotion=int(reads_chunks), remembered_bytes=REMEMBERED)
     config = WeaveConfig(ModelChoice(args.model, args.device), library)
     with Weave.from_config(config) as weave:
-        if way.reuse not in ("full", "prefix"):  # chunk KV of all that will be asked about
+        if reads_chunks:  # chunk KV of all that will be asked about
             for request in counted:
                 ask(weave, Way("prefix", None, "as_found"), request)
             documents = weave._target.documents

@@ -4,8 +4,8 @@ Questions of MMLU and NQ-open over the Wikipedia passages, by words (BM25) and b
 flat, an IVF and an HNSW index. Per way: the share of references that go to the hottest 3 % of
 passages, of the first passage of each question and of the first five; and the same of a retrieval
 that knows no favourites, which over few questions looks skewed as well. RAGCache's figures 5 and 6
-have 60 % of MMLU's requests at 3 % of documents: whole Wikipedia pages, and the first hit alone;
-whether of all or of those that were found at all it does not say, so both are here.
+have 60 % of MMLU's requests at 3 % of the documents that were accessed: whole Wikipedia pages, and
+the first hit alone. Shares of all passages are here too.
 
     python bench/skew.py --data ../shared/data --out bench/results/skew-cpu.json
 

@@ -362,6 +362,12 @@ def test_the_defaults_are_those_of_the_parts() -> None:
         assert getattr(server, name) == getattr(Limits(), name)
 
 
+def test_a_threshold_that_no_chunk_can_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no chunk would ever enter the knowledge tree"):
+        PlannerSettings(window=10, tree_uses=11)
+    assert PlannerSettings(window=10, tree_uses=10).tree_uses == 10
+
+
 def test_the_only_values_there_are_are_those_of_the_parts() -> None:
     from kvweave.app.answer.question import NothingMode, SpeculationMode
     from kvweave.corpus.bert_encoder import EncoderWeights

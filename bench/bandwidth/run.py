@@ -82,7 +82,7 @@ class Throttled:
         due, at = {}, 0.0
         names = [name for name in needs.extras if name.startswith("anchors")]
         for name in names:  # of the layers below the deepest probe alone
-            sizes = [len(data) for data in transfer.extra_tensors(name).values()]
+            sizes = [len(data) for data in transfer.extras(name).values()]
             at += sum(sizes) * needs.probe_depth / num_layers / bytes_per_s
         self._extras_due = at
         for layer in taking_order(needs, num_layers):
@@ -107,9 +107,9 @@ class Throttled:
     def whole(self, keys: Iterable[ChunkKey]) -> None:
         """Never: layers come one by one."""
 
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]:
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
         self._sleep_until(self._extras_due)
-        return self._transfer.extra_tensors(name)
+        return self._transfer.extras(name)
 
     def _sleep_until(self, due_s: float) -> None:
         left_s = self._started_s + due_s - time.perf_counter()

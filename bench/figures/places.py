@@ -40,28 +40,43 @@ def place_in_chunk(positions: Sequence[int], case: Case) -> list[Place]:
 
 
 def count_places(lab: Lab, question: Question) -> dict[str, Any]:
-    """How often each place is chosen, over how often it would be if all were alike."""
+    """How often each place is chosen, and how often it is there."""
     every = place_in_chunk(question.stitch("isolated").request.hits, question.case)
     found: dict[str, Any] = {}
     for name in NAMES:
         way = Way(name, open_strategy(name, lab.facts), RATIO)
         chosen = place_in_chunk(question.fuse(way).recomputed, question.case)
         found[name] = {
-            "by_place": lift([_name_of(p) for p in chosen], [_name_of(p) for p in every]),
-            "by_tenth": lift([_tenth(p) for p in chosen], [_tenth(p) for p in every]),
-            "by_chunk": lift([str(p.chunk + 1) for p in chosen], [str(p.chunk + 1) for p in every]),
+            by: count([name(place) for place in chosen], [name(place) for place in every])
+            for by, name in (("by_place", _name_of), ("by_tenth", _tenth), ("by_chunk", _chunk))
         }
     return found
 
 
-def lift(chosen: Sequence[str], every: Sequence[str]) -> dict[str, float]:
-    """The share of each name among the chosen over its share among all."""
+def count(chosen: Sequence[str], every: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """How often each name is among the chosen, and among all."""
     some, whole = Counter(chosen), Counter(every)
-    return {n: some[n] / len(chosen) / (whole[n] / len(every)) for n in sorted(whole)}
+    return {name: (some[name], whole[name]) for name in sorted(whole)}
+
+
+def lift(counts: Sequence[Mapping[str, tuple[int, int]]]) -> dict[str, float]:
+    """The share of each name among the chosen over its share among all, of all questions together:
+    short chunks count as little as they are."""
+    some, whole = Counter[str](), Counter[str]()
+    for each in counts:
+        for name, (chosen, every) in each.items():
+            some[name] += chosen
+            whole[name] += every
+    share = some.total() / whole.total()
+    return {name: some[name] / whole[name] / share for name in sorted(whole)}
 
 
 def _name_of(place: Place) -> str:
     return next(name for name, (low, high) in PLACES.items() if low <= place.token < high)
+
+
+def _chunk(place: Place) -> str:
+    return str(place.chunk + 1)
 
 
 def _tenth(place: Place) -> str:
@@ -69,16 +84,11 @@ def _tenth(place: Place) -> str:
 
 
 def sum_up_places(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over questions, by strategy."""
+    """Lifts by strategy, of all questions together."""
     found: dict[str, Any] = {"n": len(values), "ratio": RATIO}
     for name in NAMES:
-        found[name] = {}
-        for by in ("by_place", "by_tenth", "by_chunk"):
-            keys = sorted({key for value in values for key in value[name][by]})
-            found[name][by] = {
-                key: round(
-                    float(np.mean([v[name][by][key] for v in values if key in v[name][by]])), 3
-                )
-                for key in keys
-            }
+        found[name] = {
+            by: {key: round(each, 3) for key, each in lift([v[name][by] for v in values]).items()}
+            for by in ("by_place", "by_tenth", "by_chunk")
+        }
     return found

@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -172,10 +173,12 @@ def summary(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What was kept; a line that a kill cut short is asked again."""
-    if not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    """What was kept; a line that a kill cut short is left out, and asked again."""
+    found = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def main() -> None:
@@ -199,7 +202,8 @@ def main() -> None:
             for trial in pair
             if trial is not None
         ]
-        lines = read_lines(args.values)
+        made_by = {"model": args.model, "orders": args.orders}
+        lines = [line for line in read_lines(args.values) if made_by.items() <= line.items()]
         known = {(line["part"], line["number"]) for line in lines}
         with args.values.open("a") as kept:
             for trial in trials:
@@ -207,15 +211,17 @@ def main() -> None:
                     continue
                 texts = {way: answer(weave, trial, ask) for way, ask in trial.ways.items()}
                 scored = {w: {"text": t, **score(t, trial.answers)} for w, t in texts.items()}
-                lines.append({"part": trial.part, "number": trial.number, "ways": scored})
-                kept.write(json.dumps(lines[-1]) + "\n")
+                lines.append(
+                    {"part": trial.part, "number": trial.number, "ways": scored, **made_by}
+                )
+                kept.write("\n" + json.dumps(lines[-1]) + "\n")  # behind a line that was cut
                 kept.flush()
                 print(f"{len(lines)}/{len(trials)} {trial.part}", flush=True)
     asked = {(trial.part, trial.number) for trial in trials}
     parts = summary([line for line in lines if (line["part"], line["number"]) in asked])
     for part, found in parts.items():
         print(part, found)
-    header = {**result_header("orders", "cpu"), "config": {"model": args.model}}
+    header = {**result_header("orders", "cpu"), "config": {**made_by, "questions": args.questions}}
     finish(__doc__, {**header, "parts": parts}, args.out)
 
 

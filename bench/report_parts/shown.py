@@ -98,6 +98,11 @@ def over_vllm(run: Run, group: str) -> str:
     return times(vllm / ours)
 
 
+def highest_kl(run: Run) -> str:
+    """The upper end of the interval of mean KL on the set where it is highest."""
+    return f"{max(found['kl_high'] for found in run['sets'].values()):.4f} nats"
+
+
 def instead_of(run: Run, system: str) -> str:
     """First token, requests a second and right answers of a system that people would use."""
     row = pick(run["instead"], system=system)
@@ -672,8 +677,9 @@ SHOWN = (
             Figure(
                 "kl",
                 "highest upper end of an interval of the mean KL (bound: 0.02)",
-                lambda r: f"{max(s['kl_high'] for s in r['sets'].values()):.4f} nats",
+                highest_kl,
             ),
+            Figure("kl_smollm2", "… SmolLM2", lambda r: highest_kl(pick([r], model="smollm2"))),
         ),
     ),
     Result(

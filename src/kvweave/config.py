@@ -197,9 +197,18 @@ class EngineSettings(ConfigSection):
 class PlannerSettings(ConfigSection):
     """How far back the planner looks, and what a prompt in a free order leaves for the next."""
 
-    window: Count = 1000  # last requests whose chunks and paths count; fewer are noisy, all stale
+    # last requests whose chunks and paths count; fewer are noisy, all stale
+    window: Annotated[int, Range(1, 1_000_000)] = 1000
     # of them that brought a chunk before such a prompt leaves it in the knowledge tree; 1: at once
     tree_uses: Count = 1
+
+    def __post_init__(self) -> None:
+        ConfigSection.__post_init__(self)
+        if self.tree_uses > self.window:
+            raise ConfigError(
+                f"planner.tree_uses is {self.tree_uses}, of {self.window} requests that are "
+                "counted (planner.window): no chunk would ever enter the knowledge tree"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from figures.deviation import left_by_oracle, mean_by_name, measure_deviation, s
 from figures.knowledge import share_together
 from figures.lab import Lab, Question, packaged_layers
 from figures.matching import match_quality, ratio_reaching
-from figures.places import count_places, lift, place_in_chunk, sum_up_places
+from figures.places import count, count_places, lift, place_in_chunk, sum_up_places
 from figures.recall import measure_recall, sum_up_recall
 from figures.stored import match_stored
 from figures.timing import sum_up_times, time_ways
@@ -93,8 +93,11 @@ def test_a_position_is_placed_in_its_chunk() -> None:
 
 
 def test_what_is_chosen_as_often_as_it_is_there_has_a_lift_of_one() -> None:
-    assert lift(["a", "b"], ["a", "a", "b", "b"]) == {"a": 1.0, "b": 1.0}
-    assert lift(["a"], ["a", "b"]) == {"a": 2.0, "b": 0.0}
+    assert lift([count(["a", "b"], ["a", "a", "b", "b"])]) == {"a": 1.0, "b": 1.0}
+    few, many = count(["a"], ["a", "b"]), count(["b", "b"], ["b"] * 8)
+    assert lift([few]) == {"a": 2.0, "b": 0.0}
+    pooled = lift([few, many])
+    assert pooled == {"a": 1 / (3 / 10), "b": (2 / 9) / (3 / 10)}, "counts, not means of lifts"
     assert mean_by_name([{"a": 1.0}, {"a": 2.0, "b": 4.0}]) == {"a": 1.5, "b": 4.0}
 
 

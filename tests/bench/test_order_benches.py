@@ -46,8 +46,10 @@ def test_a_threshold_keeps_the_first_use_out_of_the_tree() -> None:
 def test_what_is_lost_adds_up() -> None:
     asks = make_asks(*["abc", "cba", "bda", "acd"] * 3)
     parts = decompose(asks, UNBOUNDED)
-    assert parts["ordered"] + parts["lost_to_order"] == pytest.approx(parts["most"], abs=2e-4)
-    assert parts["aligned"] <= parts["ordered"]
+    assert parts["most"] == pytest.approx(most_tokens(asks), abs=1e-4)
+    assert parts["aligned"] == pytest.approx(avoided(asks, Ordering(UNBOUNDED)), abs=1e-4)
+    assert parts["ordered"] == pytest.approx(avoided(asks, Planned(UNBOUNDED)), abs=1e-4)
+    assert parts["aligned"] < parts["ordered"] < parts["most"]
 
 
 class Sweep:
@@ -56,11 +58,13 @@ class Sweep:
 
 
 def test_sweeps_have_a_figure_for_every_setting() -> None:
-    found = swept(make_asks("abc", "cba"), [UNBOUNDED], Sweep())  # type: ignore[arg-type]
-    one = found[f"{UNBOUNDED:g}"]
+    asks = make_asks("abc", "cba", "abd", "cba")
+    one = swept(asks, [UNBOUNDED], Sweep())[f"{UNBOUNDED:g}"]  # type: ignore[arg-type]
     assert set(one) == {"window", "uses", "tail"}
     assert list(one["window"]["planner"]) == [1, 1000]
-    assert one["uses"]["planner"][1] == one["window"]["planner"][1000] == one["tail"]["device full"]
+    for uses, share in one["uses"]["planner"].items():
+        assert share == pytest.approx(avoided(asks, Planned(UNBOUNDED, uses=uses)), abs=1e-4)
+    assert one["uses"]["planner"][1] != one["uses"]["planner"][2]
 
 
 def test_an_interval_of_differences_holds_their_mean() -> None:

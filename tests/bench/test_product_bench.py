@@ -412,7 +412,7 @@ def test_a_missing_contextpilot_is_said_in_a_line(tmp_path: Path) -> None:
     assert "make contextpilot" in why
 
 
-def test_plain_transformers_answers_the_same_tokens(
+def test_plain_transformers_answers_token_ids_greedily(
     tmp_path: Path, chat_model_folder: Path
 ) -> None:
     ids = Tokenizer(chat_model_folder).encode_chat([{"role": "user", "content": "Say hello."}])

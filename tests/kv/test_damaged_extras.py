@@ -14,7 +14,7 @@ from kvweave.kv.tiers.config import RedisTierConfig, StoreConfig
 from kvweave.kv.transfers import Transfer
 from kvweave.reasons import Reason
 from worlds.extras import CHUNK, EXTRAS, HEADER, KEY, UNREAD, World, damage, on_disk, wait_until
-from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_config
+from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_config, read_extras
 from worlds.kv_checks import check_store
 from worlds.servers import running_redis
 
@@ -28,7 +28,7 @@ def assert_whole(transfer: Transfer) -> None:
 
 
 def assert_lost(transfer: Transfer, miss: Reason = Reason.CORRUPT) -> None:
-    assert transfer.extras("anchors") == {}
+    assert read_extras(transfer, "anchors") == {}
     assert transfer.lost == {KEY: miss}
     assert transfer.wait_layer(0) == {}
 
@@ -98,7 +98,7 @@ def test_whoever_wants_another_extra_of_a_host_copy_gets_it(tmp_path: Path) -> N
             sound = store.load(two, extras=["rest"])
             world.below.go_on.set()
             assert_lost(damaged)
-            assert sound.extras("rest") == {KEY: EXTRAS["rest"]}
+            assert read_extras(sound, "rest") == {KEY: EXTRAS["rest"]}
             assert_whole(sound)
             assert_whole(store.load(last))  # its layers were in memory before
         assert_gone_and_computed_anew(world)
@@ -116,8 +116,8 @@ def test_a_damaged_extra_among_others_in_front_costs_only_those_who_want_it(
             sound = store.load(two, extras=["rest", "inter"])
             world.below.go_on.set()
             assert_lost(damaged)
-            assert sound.extras("rest") == {KEY: EXTRAS["rest"]}
-            assert sound.extras("inter") == {KEY: EXTRAS["inter"]}
+            assert read_extras(sound, "rest") == {KEY: EXTRAS["rest"]}
+            assert read_extras(sound, "inter") == {KEY: EXTRAS["inter"]}
             assert_whole(sound)
         assert_gone_and_computed_anew(world)
 

@@ -27,7 +27,15 @@ from worlds.extras import (
     wait_until,
 )
 from worlds.faulty import FaultPlan, FaultyTier
-from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv import (
+    CHUNK_BYTES,
+    LAYERS,
+    is_layer_of,
+    make_chunk,
+    make_config,
+    make_key,
+    read_extras,
+)
 from worlds.kv_checks import check_store
 from worlds.servers import running_redis
 
@@ -93,7 +101,7 @@ def test_a_load_that_joins_an_arrival_gets_its_extras_too(tmp_path: Path) -> Non
             first = store.load(one)
             first.headers()  # the front was read, without extras
             joined = store.load(two, extras=["anchors"])
-            assert joined.extras("anchors") == {KEY: EXTRAS["anchors"]}, "before any layer"
+            assert read_extras(joined, "anchors") == {KEY: EXTRAS["anchors"]}, "before any layer"
             world.below.go_on.set()
             assert all(KEY in joined.wait_layer(layer) for layer in range(LAYERS))
             assert all(KEY in first.wait_layer(layer) for layer in range(LAYERS))
@@ -116,7 +124,7 @@ def test_two_that_want_what_is_lacking_share_one_read_of_it(tmp_path: Path) -> N
             assert store.pending_bytes() == {"disk": 9000}
             world.below.go_on.set()
             for transfer in transfers:
-                assert transfer.extras("anchors") == {KEY: EXTRAS["anchors"]}
+                assert read_extras(transfer, "anchors") == {KEY: EXTRAS["anchors"]}
                 assert transfer.has_extras()
         assert len(world.below.reads) == 1
         check_store(store)
@@ -133,7 +141,7 @@ def test_damaged_extras_do_no_harm_to_loads_that_do_not_want_them(
         assert world.load("inter") == {"inter": EXTRAS["inter"]}
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
-            assert transfer.extras("anchors") == {}
+            assert read_extras(transfer, "anchors") == {}
             assert transfer.lost == {KEY: Reason.CORRUPT}
         wait_for(store, "kv_quarantined_total")
         assert store.peek([KEY])[0].tier is None, "nobody is sent to it any more"
@@ -159,7 +167,7 @@ def test_a_host_copy_whose_extras_are_gone_below_makes_way_for_a_whole_one(tmp_p
         world.load()  # its layers are served all the same
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
-            assert transfer.extras("anchors") == {}
+            assert read_extras(transfer, "anchors") == {}
             assert transfer.lost == {KEY: Reason.ABSENT}
         assert store.peek([KEY])[0].tier is None
         assert store.save(CHUNK, wait_s=5).wait(5)
@@ -240,7 +248,7 @@ def test_a_host_copy_and_extras_of_another_making_are_not_mixed(tmp_path: Path) 
         assert world.entry_lacks(), "not of these layers, for all it knows"
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
-            assert transfer.extras("anchors") == {}
+            assert read_extras(transfer, "anchors") == {}
             assert transfer.lost == {KEY: Reason.CORRUPT}
         wait_for(store, "kv_quarantine_spared_total")
         assert world.load("anchors") == {"anchors": b"b" * 9000}
@@ -291,7 +299,7 @@ def test_a_resting_tier_is_not_asked_for_extras(tmp_path: Path) -> None:
         with store.acquire([KEY]) as lease:
             transfer = store.load(lease, extras=["anchors"])
             assert transfer.lost == {KEY: Reason.TIER_FAILED}
-            assert transfer.extras("anchors") == {}
+            assert read_extras(transfer, "anchors") == {}
         world.load()
 
 
@@ -312,7 +320,7 @@ def test_many_that_want_different_extras_at_once_get_their_own(tmp_path: Path) -
                     transfer = store.load(lease, extras=names)
                     if rng.random() < 0.2:
                         continue  # gone before anything came
-                    found = {name: transfer.extras(name) for name in names}
+                    found = {name: read_extras(transfer, name) for name in names}
                     for n in numbers:
                         for name, length in (("a", 9000), ("b", 5)):
                             if name in names:

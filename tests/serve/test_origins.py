@@ -71,9 +71,10 @@ def test_what_is_configured_is_let_in(weave: Weave) -> None:
         reply = httpx.post(f"{url}/v1/chat/completions", json=body, headers=page, timeout=60)
         assert reply.status_code == 200
         assert reply.headers["access-control-allow-origin"] == "https://app.example.org"
-        asked = {"Access-Control-Request-Method": "POST", **page}
-        ahead = httpx.options(f"{url}/v1/chat/completions", headers=asked, timeout=30)
-        assert ahead.status_code == 200
+        for method, path in (("POST", "chat/completions"), ("PATCH", "kb/notes")):
+            asked = {"Access-Control-Request-Method": method, **page}
+            ahead = httpx.options(f"{url}/v1/{path}", headers=asked, timeout=30)
+            assert ahead.status_code == 200
         foreign = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
         refused = httpx.options(f"{url}/v1/chat/completions", headers=foreign, timeout=30)
         assert refused.status_code in (400, 403)

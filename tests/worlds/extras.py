@@ -11,7 +11,15 @@ from kvweave.kv.store import KVStore
 from kvweave.kv.tier_slot import OpenTier
 from kvweave.kv.tiers import Reader, Tier, open_tier
 from kvweave.kv.tiers.config import StoreConfig
-from worlds.kv import CHUNK_BYTES, LAYERS, is_layer_of, make_chunk, make_config, make_key
+from worlds.kv import (
+    CHUNK_BYTES,
+    LAYERS,
+    is_layer_of,
+    make_chunk,
+    make_config,
+    make_key,
+    read_extras,
+)
 
 EXTRAS = {"chunk": b"id", "anchors": b"a" * 9000, "inter": b"i" * 100, "rest": b"r" * 50_000}
 CHUNK = make_chunk(0, extras=EXTRAS)
@@ -87,7 +95,7 @@ class World:
             transfer = self.store.load(lease, extras=extras)
             for layer in range(LAYERS):
                 assert is_layer_of(0, layer, transfer.wait_layer(layer)[KEY])
-            found = {name: bytes(transfer.extras(name).get(KEY, b"")) for name in extras}
+            found = {name: read_extras(transfer, name).get(KEY, b"") for name in extras}
         wait_until(lambda: self.store.num_pinned() == 0)
         return found
 

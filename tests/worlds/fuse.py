@@ -228,7 +228,7 @@ class Packed:
         found = [self.chunks.get(key) for key in keys]
         return None if None in found else [layers_of(p.header, p.memory) for p in found if p]
 
-    def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
+    def extras(self, name: str) -> dict[ChunkKey, Tensor]:
         found = {key: extra_tensor(p.header, p.memory, name) for key, p in self.chunks.items()}
         return {key: data for key, data in found.items() if data is not None}
 

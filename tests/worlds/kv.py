@@ -8,6 +8,7 @@ from kvweave.kv.format.codec import LayerKV
 from kvweave.kv.format.keys import ChunkKey, KeyContext, make_chunk_key
 from kvweave.kv.format.objects import EncodedLayer, PackedChunk, pack_chunk
 from kvweave.kv.tiers.config import DiskTierConfig, HostTierConfig, StoreConfig
+from kvweave.kv.transfers import Transfer
 
 LAYERS = 3
 
@@ -59,6 +60,11 @@ def is_layer_of(number: int, layer: int, encoded: EncodedLayer, num_layers: int 
 
 
 CHUNK_BYTES = make_chunk().header.total_bytes
+
+
+def read_extras(transfer: Transfer, name: str) -> dict[ChunkKey, bytes]:
+    """The extra of each chunk that has it, as the bytes that were stored."""
+    return {key: data.numpy().tobytes() for key, data in transfer.extras(name).items()}
 
 
 def make_config(

@@ -81,7 +81,7 @@ class LayerTransfer(Protocol):
 
     def whole(self, keys: Iterable[ChunkKey]) -> Sequence[Tensor] | None: ...
 
-    def extra_tensors(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
+    def extras(self, name: str) -> Mapping[ChunkKey, Tensor]: ...
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class StoredChunks:
         )
 
     def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        return self._layers.extra_tensors(name)
+        return self._layers.extras(name)
 
 
 def _group_of_codes(codec: Codec) -> int | None:

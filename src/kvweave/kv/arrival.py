@@ -17,7 +17,7 @@ from torch import Tensor
 from kvweave.kv.format.header import Header
 from kvweave.kv.format.keys import ChunkKey
 from kvweave.kv.format.memory import Memory
-from kvweave.kv.format.objects import EncodedLayer, extra_of, extra_tensor, layer_of, layers_of
+from kvweave.kv.format.objects import EncodedLayer, extra_tensor, layer_of, layers_of
 from kvweave.kv.tier_slot import TierEntry
 from kvweave.reasons import Reason
 
@@ -168,14 +168,7 @@ class Arrival:
         header, landing = self.header_and_landing()
         return layers_of(header, landing.memory)
 
-    def named_extra(self, name: str) -> memoryview | None:
-        """A named extra, checked and read-only; None if it is not there, or not there yet."""
-        if name not in self.held:
-            return None
-        header, landing = self.header_and_landing()
-        return extra_of(header, landing.memory, name)
-
-    def named_tensor(self, name: str) -> Tensor | None:
+    def named_extra(self, name: str) -> Tensor | None:
         """A named extra as a tensor to copy from; None if it is not there, or not there yet."""
         if name not in self.held:
             return None

@@ -196,24 +196,14 @@ class Transfer:
         Returns the chunks that came; the others are in `lost`."""
         return self._wait_headers(self._extras)
 
-    def extras(self, name: str) -> dict[ChunkKey, memoryview]:
-        """What each chunk carries beside its layers under this name (see `pack_chunk`), checked.
-        Blocks as `wait_extras` does. Chunks without it are left out. `load` was asked for it.
+    def extras(self, name: str) -> dict[ChunkKey, Tensor]:
+        """What each chunk carries beside its layers under this name (see `pack_chunk`), checked, as
+        uint8 tensors that are read-only by promise. Blocks as `wait_extras` does. Chunks without it
+        are left out. `load` was asked for it.
         """
         assert not self._lease.released, "the lease behind this transfer was released"
         assert name in self._extras, f"extra {name!r} was not asked for"
-        found: dict[ChunkKey, memoryview] = {}
-        for key in self.wait_extras():
-            data = self._chunks[key].named_extra(name)
-            if data is not None:
-                found[key] = data
-        return found
-
-    def extra_tensors(self, name: str) -> dict[ChunkKey, Tensor]:
-        """The bytes of `extras` as uint8 tensors, which are read-only by promise."""
-        assert not self._lease.released, "the lease behind this transfer was released"
-        assert name in self._extras, f"extra {name!r} was not asked for"
-        found = {key: self._chunks[key].named_tensor(name) for key in self.wait_extras()}
+        found = {key: self._chunks[key].named_extra(name) for key in self.wait_extras()}
         return {key: data for key, data in found.items() if data is not None}
 
     def _wait_headers(self, extras: Collection[str]) -> dict[ChunkKey, Header]:

@@ -66,7 +66,7 @@ def build_http(context: Context, access: AccessRules | None = None) -> FastAPI:
         http.add_middleware(
             CORSMiddleware,
             allow_origins=[origin.rstrip("/") for origin in access.origins.origins],
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -206,7 +206,7 @@ class PipelinedChunks:
         return out
 
     def extras(self, name: str) -> Mapping[ChunkKey, Tensor]:
-        return self._layers.extra_tensors(name)
+        return self._layers.extras(name)
 
     def stalled_s(self) -> float:
         """How long the device stood still for bytes, as far as it is known by now."""

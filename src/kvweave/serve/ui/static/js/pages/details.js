@@ -304,17 +304,20 @@ function Figures({ answer }) {
         ${plural(explain.left_out, "passage")} that the history holds</dd>`}
       <dt>Whole answer</dt><dd>${ms(explain.timeline_ms.queue + explain.timeline_ms.total)}</dd>
       ${explain.copies && html`<dt>Copied</dt><dd>${count(explain.copies.copied)} of ${plural(
-        answer.completion_tokens, "token")} of the answer; ${count(explain.copies.drafted)}
-        were guessed from what it read</dd>`}
+        answer.completion_tokens, "token")} of the answer;${" "}
+        ${count(explain.copies.drafted)} guessed from what it read</dd>`}
       ${explain.audit && html`<dt>Audit</dt><dd>${auditWords(explain.audit)}</dd>`}</dl>
     ${explain.why && html`<p class="small notice">${explain.why}</p>`}
     <p class="small"><a href=${link("cache")}>Cache and memory in detail</a></p></section>`;
 }
 
 function auditWords(audit) {
-  return Object.entries(audit).filter(([, value]) => value !== null).map(
-    ([name, value]) => `${name.replaceAll("_", " ")}: ${typeof value === "number"
-    && !Number.isInteger(value) ? nats(value) : String(value)}`).join(", ");
+  const whole = audit.chosen ? "This answer will be computed in full when nothing else is to do"
+    : "This answer is not checked";
+  if (!audit.answers) return `${whole}. None of its kind was yet.`;
+  const moved = audit.kl === null ? "" : `, ${nats(audit.kl)} nats from full prefill on average`;
+  return `${whole}. Of its kind ${plural(audit.answers, "answer")} were: ${plural(audit.flips,
+    "first token")} changed${moved}.`;
 }
 
 /** What was priced, as a table; what could not be, in a line for each reason. */
