@@ -294,8 +294,9 @@ QCFUSE = (
         "5 / 10 / 20 / 50 % {figures-cpu:recall_share}; the full context's rows chosen "
         "{figures-cpu:recall_same}; {figures-cpu:recall_n} questions",
         f"{FIGURES} recall",
-        "not told apart on 7 questions: by the paper's scoring over all layers KVzip at a tenth is "
-        "not ahead; at the one layer of SmolLM2's profile it finds what the full context finds",
+        "mixed, not told apart on 7 questions: by the paper's scoring over all layers KVzip at a "
+        "tenth is not ahead; at the one layer of SmolLM2's profile it finds what the full "
+        "context finds",
     ),
     Claim(
         "Fig. 7",
