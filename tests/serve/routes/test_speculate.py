@@ -100,10 +100,13 @@ def test_a_search_by_words_and_vectors_has_stages_and_a_pace_of_its_own(
 ) -> None:
     for _ in range(3):
         ask(url)
-    told = [ask(url, retrieval="hybrid")["explain"] for _ in range(4)]
-    assert told[0]["speculation"] is None, "nobody knows how long such a search takes"
-    assert told[-1]["speculation"]["guesses"] == 1
-    assert told[-1]["speculation"]["hidden_ms"] > 0
+    first = ask(url, retrieval="hybrid")["explain"]
+    assert first["speculation"] is None, "nobody knows how long such a search takes"
+    # when a guess pays is learnt from times: a machine that is busy for a moment delays it
+    told = (ask(url, retrieval="hybrid")["explain"]["speculation"] for _ in range(20))
+    guessed = next(said for said in told if said and said["guesses"])
+    assert guessed["guesses"] == 1
+    assert guessed["hidden_ms"] > 0
     words = ask(url, retrieval="words")["explain"]
     assert words["speculation"] is None
     assert words["not_guessed"] == "this search has no stages: words"
